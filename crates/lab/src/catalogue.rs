@@ -30,6 +30,7 @@ const FILES: &[(&str, &str)] = &files![
     "v9",
     "v10",
     "v11",
+    "h",
     "snapshot-io",
     "encrypting-io",
     "snapshot-pause",

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::definition::{Check, Claim, Comparable, Operation};
-use crate::experiment::Outcome;
+use crate::experiment::{Cell, Outcome};
 use crate::goals::{self, Assessment, Compare, Goal, Verdict};
 use crate::statistics::Interval;
 
@@ -75,7 +75,7 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
         return assessed;
     }
     for place in places {
-        for (workload, operation) in &place.workloads {
+        for (at, (workload, operation)) in place.workloads.iter().enumerate() {
             let range = claim.comparable.as_ref();
             if let Some(why) = range.and_then(|range| outside(range, outcome, workload)) {
                 assessed.left_out.push(why);
@@ -89,8 +89,9 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
                         .iter()
                         .all(|(axis, value)| place.axes.get(axis.as_str()) == Some(value))
             };
-            for check in claim.checks.iter().filter(about) {
-                let Some(beside) = beside(check, place, places) else { continue };
+            let has = |check: &&Check| !has_none(check, outcome, workload);
+            for check in claim.checks.iter().filter(about).filter(has) {
+                let Some(beside) = beside(check, place, places, at) else { continue };
                 assessed.found.push(goals::assess(&goal(check, workload, beside), outcome));
             }
         }
@@ -106,8 +107,21 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
     assessed
 }
 
-/// The load of the system below the line: none is the same; the outer none that there is no such point.
-fn beside(check: &Check, place: &Place, places: &[Place]) -> Option<Option<&'static str>> {
+/// Whether a load that was measured has nothing of what is compared: one that only writes has no reads.
+fn has_none(check: &Check, outcome: &Outcome, workload: &str) -> bool {
+    let was_measured = |cell: &Cell| cell.system == check.numerator && cell.workload == workload;
+    let values = check.measure.of(&outcome.cells, &outcome.idle, &check.numerator, workload);
+    values.is_empty() && outcome.cells.iter().any(was_measured)
+}
+
+/// The load of the system below the line, which is at the same place as the one above it: none is the same; the outer none
+/// that there is no such point.
+fn beside(
+    check: &Check,
+    place: &Place,
+    places: &[Place],
+    at: usize,
+) -> Option<Option<&'static str>> {
     if check.beside.is_empty() {
         return Some(None);
     }
@@ -115,7 +129,7 @@ fn beside(check: &Check, place: &Place, places: &[Place]) -> Option<Option<&'sta
     let is_it = |other: &&Place| {
         place.axes.iter().all(|(axis, own)| other.axes.get(axis) == Some(&value(axis, *own)))
     };
-    places.iter().find(is_it)?.workloads.first().map(|(workload, _)| Some(*workload))
+    places.iter().find(is_it)?.workloads.get(at).map(|(workload, _)| Some(*workload))
 }
 
 fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
@@ -124,10 +138,13 @@ fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
         description: String::new(),
         metric: check.measure,
         numerator: check.numerator.clone(),
-        denominator: Some(check.denominator.clone()),
+        denominator: check.denominator.clone(),
         workload: workload.to_owned(),
         beside: beside.map(str::to_owned),
-        compare: Compare::Ratio,
+        compare: match check.denominator {
+            Some(_) => Compare::Ratio,
+            None => Compare::Alone,
+        },
         percentile: None,
         relation: check.relation,
         value: check.value,
@@ -156,12 +173,13 @@ mod tests {
     use super::*;
     use crate::goals::tests::rounds;
     use crate::goals::{Metric, Relation};
+    use crate::outcome::{RequestTimes, Times};
 
     fn claim(value: f64) -> Claim {
         let check = Check {
             measure: Metric::Iops,
             numerator: "ours".to_owned(),
-            denominator: "theirs".to_owned(),
+            denominator: Some("theirs".to_owned()),
             relation: Relation::AtLeast,
             value,
             operations: Vec::new(),
@@ -206,6 +224,57 @@ mod tests {
         // A point that was not measured.
         let alone = assess(&claim, &[place(2, "w")], &outcome, 2);
         assert_eq!(alone.verdict, ClaimVerdict::NotComparable);
+    }
+
+    #[test]
+    fn each_load_is_compared_with_its_own_at_the_other_point() {
+        let place = |disks, workloads: [&'static str; 2]| Place {
+            axes: BTreeMap::from([("disks", disks)]),
+            workloads: workloads.map(|it| (it, None)).to_vec(),
+        };
+        let mut claim = claim(3.0);
+        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), 9)]);
+        let places = [place(2, ["w", "x"]), place(9, ["far-w", "far-x"])];
+        let found = assess(&claim, &places, &Outcome::default(), 2).found;
+        let beside: Vec<_> = found.iter().filter_map(|it| it.goal.beside.as_deref()).collect();
+        assert_eq!(beside, ["far-w", "far-x"]);
+    }
+
+    #[test]
+    fn a_system_is_judged_alone_by_what_its_load_has() {
+        let times = |reads| {
+            let all = RequestTimes { mean: 1e6, p50: 1e6, p95: 2.5e6 };
+            Some(Times { all, reads, writes: Some(RequestTimes { mean: 2e6, ..all }) })
+        };
+        let mut cells = rounds(&[1.0; 5]);
+        for cell in &mut cells {
+            cell.times = times(None);
+        }
+        let mut mixed = cells.clone();
+        for cell in &mut mixed {
+            cell.workload = "mixed".to_owned();
+            cell.times = times(Some(RequestTimes { mean: 1e6, p50: 1e6, p95: 1e6 }));
+        }
+        let outcome = Outcome { cells: [cells, mixed].concat(), ..Outcome::default() };
+        let axes = BTreeMap::from([("disks", 2)]);
+        let workloads = vec![("w", None), ("mixed", None)];
+        let judged = |measure, value| {
+            let mut claim = claim(value);
+            claim.checks[0].denominator = None;
+            claim.checks[0].measure = measure;
+            claim.checks[0].relation = Relation::AtMost;
+            let places = [Place { axes: axes.clone(), workloads: workloads.clone() }];
+            let assessed = assess(&claim, &places, &outcome, 2);
+            let about = assessed.found.iter().map(|it| it.goal.workload.clone());
+            (assessed.verdict, about.collect::<Vec<_>>())
+        };
+        let both = vec!["w".to_owned(), "mixed".to_owned()];
+        assert_eq!(judged(Metric::P95ByMean, 3.0), (ClaimVerdict::Met, both.clone()));
+        assert_eq!(judged(Metric::P95ByMean, 2.0), (ClaimVerdict::NotMet, both));
+        // What only writes has no reads to compare.
+        let one = vec!["mixed".to_owned()];
+        assert_eq!(judged(Metric::ReadByWrite, 1.0), (ClaimVerdict::Met, one.clone()));
+        assert_eq!(judged(Metric::ReadByWrite, 0.4), (ClaimVerdict::NotMet, one));
     }
 
     #[test]

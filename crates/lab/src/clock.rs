@@ -9,7 +9,11 @@ use nix::unistd::Pid;
 /// The CPU time of another process, or of several together, in nanoseconds: all threads, including ended ones and the
 /// kernel's io_uring workers for them.
 #[derive(Clone, Debug)]
-pub struct ProcessClock(Vec<ClockId>);
+pub struct ProcessClock {
+    processes: Vec<ClockId>,
+    /// Of the storage below them, which is counted apart.
+    storage: Vec<ClockId>,
+}
 
 impl ProcessClock {
     /// The clock of process `pid`.
@@ -25,11 +29,15 @@ impl ProcessClock {
     /// # Errors
     /// One of them is not there.
     pub fn of_all(pids: impl IntoIterator<Item = u32>) -> io::Result<Self> {
-        let clock = |pid: u32| -> io::Result<ClockId> {
-            let pid = i32::try_from(pid).map_err(io::Error::other)?;
-            Ok(clock_getcpuclockid(Pid::from_raw(pid))?)
-        };
-        Ok(Self(pids.into_iter().map(clock).collect::<Result<_, _>>()?))
+        Ok(Self { processes: clocks(pids)?, storage: Vec::new() })
+    }
+
+    /// The same, with the processes of the storage below.
+    ///
+    /// # Errors
+    /// One of them is not there.
+    pub fn above(self, storage: impl IntoIterator<Item = u32>) -> io::Result<Self> {
+        Ok(Self { storage: clocks(storage)?, ..self })
     }
 
     /// The CPU time since they started.
@@ -37,9 +45,29 @@ impl ProcessClock {
     /// # Errors
     /// A process has ended.
     pub fn read(&self) -> io::Result<Duration> {
-        let read = |clock: &ClockId| -> io::Result<Duration> { Ok(clock.now()?.into()) };
-        self.0.iter().map(read).sum()
+        sum(&self.processes)
     }
+
+    /// The CPU time of the storage below since its processes started; none where they are not known.
+    ///
+    /// # Errors
+    /// A process has ended.
+    pub fn read_storage(&self) -> io::Result<Duration> {
+        sum(&self.storage)
+    }
+}
+
+fn clocks(pids: impl IntoIterator<Item = u32>) -> io::Result<Vec<ClockId>> {
+    let clock = |pid: u32| -> io::Result<ClockId> {
+        let pid = i32::try_from(pid).map_err(io::Error::other)?;
+        Ok(clock_getcpuclockid(Pid::from_raw(pid))?)
+    };
+    pids.into_iter().map(clock).collect()
+}
+
+fn sum(clocks: &[ClockId]) -> io::Result<Duration> {
+    let read = |clock: &ClockId| -> io::Result<Duration> { Ok(clock.now()?.into()) };
+    clocks.iter().map(read).sum()
 }
 
 /// The CPU time of this process since it started.
@@ -138,6 +166,10 @@ mod tests {
         assert!(clocks[0].read().unwrap() < Duration::from_millis(50));
         let both = ProcessClock::of_all([sleeper.id(), worker.id()]).unwrap();
         assert!(both.read().unwrap() >= Duration::from_millis(50));
+        let apart = clocks[0].clone().above([worker.id()]).unwrap();
+        assert!(apart.read_storage().unwrap() >= Duration::from_millis(50));
+        assert!(apart.read().unwrap() < Duration::from_millis(50), "they are not added");
+        assert_eq!(both.read_storage().unwrap(), Duration::ZERO);
         for child in [&mut sleeper, &mut worker] {
             child.kill().unwrap();
             child.wait().unwrap();

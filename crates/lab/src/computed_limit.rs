@@ -48,10 +48,11 @@ pub struct LimitResult {
 }
 
 impl ComputedLimit {
-    /// Whether it applies to this load.
+    /// Whether it applies to this load: one of a single direction.
     #[must_use]
     pub fn is_of(workload: &Workload) -> bool {
-        workload.block >= BLOCK_MIN
+        let mixed = matches!(workload.direction, Direction::Mixed(_));
+        workload.block >= BLOCK_MIN && !mixed
     }
 
     /// Makes the file, fully allocated, in `directory`; it has no name.

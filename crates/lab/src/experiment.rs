@@ -21,10 +21,10 @@ use crate::computed_limit::{self, ComputedLimit};
 use crate::idle::{self, IDLE};
 use crate::load::{self, Direction, Extent, LoadError, Order, Workload};
 use crate::neighbour::Neighbours;
-use crate::outcome::Sample;
 pub use crate::outcome::{Cell, ExperimentError, Outcome, Progress};
+use crate::outcome::{Sample, Times};
 use crate::pattern::Pattern;
-use crate::subject::{self, Point, Subject};
+use crate::subject::{self, Joined, Point, Subject};
 use crate::systems::{OwnLoad, Place, Server, System, check_at_rest};
 
 /// A share of time above which a CPU counts as the bottleneck.
@@ -86,6 +86,8 @@ pub struct ServedDirectory {
     pub directory: PathBuf,
     /// The process.
     pub process: u32,
+    /// The processes that store what is in it: their CPU time is counted apart.
+    pub daemons: Vec<u32>,
 }
 
 impl Plan {
@@ -98,12 +100,21 @@ impl Plan {
         }
     }
 
-    /// The CPU time of a server, and of what serves its files.
+    /// The CPU time of a server, and of what serves its files; apart from that, of what stores them.
     fn clock(&self, system: &dyn System, server: &Server) -> Result<ProcessClock, LoadError> {
         let served = self.served.as_ref().filter(|_| system.has_files());
         let served = served.map(|served| served.process);
         let processes = [server.pid()].into_iter().chain(served);
-        ProcessClock::of_all(processes).map_err(LoadError::Clock)
+        let clock = ProcessClock::of_all(processes).map_err(LoadError::Clock)?;
+        clock.above(self.daemons().iter().copied()).map_err(LoadError::Clock)
+    }
+
+    /// The processes that store the disks, where they are known.
+    fn daemons(&self) -> &[u32] {
+        match &self.served {
+            Some(served) => &served.daemons,
+            None => &[],
+        }
     }
 }
 
@@ -125,29 +136,46 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
+    run_joined(&[(plan, systems)], observe)
+}
+
+/// A plan with its systems.
+pub type Part<'a> = (&'a Plan, &'a [Box<dyn System>]);
+
+/// Runs plans that differ in their storage and in the names of their loads: the same load of each follows the other within
+/// each round. Systems, rounds and cores are those of the first.
+///
+/// # Errors
+/// [`ExperimentError`]; no files are left in any case.
+pub fn run_joined(
+    parts: &[Part<'_>],
+    observe: &mut dyn FnMut(Progress<'_>),
+) -> Result<Outcome, ExperimentError> {
+    let Some((first, systems)) = parts.first() else { return Ok(Outcome::default()) };
+    let roots = parts.iter().map(root).collect::<Result<Vec<_>, _>>()?;
+    let _pinned = Pinned::to(first.cores.map(|cores| cores.client))?;
+    let mut disks = Joined(Vec::new());
+    for ((plan, systems), root) in parts.iter().zip(&roots) {
+        let workloads = plan.workloads.iter().map(|workload| workload.id);
+        let workloads = workloads.chain(plan.idle.then_some(IDLE)).collect();
+        disks.0.push((Disks::new(plan, systems, root.path()), workloads));
+    }
+    let order = subject::Order {
+        systems: systems.iter().map(|system| system.id()).collect(),
+        workloads: disks.workloads(),
+        rounds: first.rounds,
+        places: first.places,
+    };
+    subject::measure(&order, &mut disks, observe)
+}
+
+/// The directory of a part, once there is room for its disks.
+fn root((plan, systems): &Part<'_>) -> Result<tempfile::TempDir, ExperimentError> {
     // The computed limit has a file, too, and so has what a disk is copied to; neither is on served storage.
     let more = if plan.served.is_none() { 2 } else { 0 };
     check_room(plan, systems.len() + more)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
-    let root = root.map_err(|source| setting(&plan.directory, source))?;
-    let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
-    let workloads = plan.workloads.iter().map(|workload| workload.id);
-    let order = subject::Order {
-        systems: systems.iter().map(|system| system.id()).collect(),
-        workloads: workloads.chain(plan.idle.then_some(IDLE)).collect(),
-        rounds: plan.rounds,
-        places: plan.places,
-    };
-    let mut disks = Disks {
-        plan,
-        systems,
-        root: root.path(),
-        home: None,
-        tested: Vec::new(),
-        servers: Vec::new(),
-        computed_limit: None,
-    };
-    subject::measure(&order, &mut disks, observe)
+    root.map_err(|source| setting(&plan.directory, source))
 }
 
 fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
@@ -331,6 +359,11 @@ impl Subject for Disks<'_> {
 }
 
 impl<'a> Disks<'a> {
+    fn new(plan: &'a Plan, systems: &'a [Box<dyn System>], root: &'a Path) -> Self {
+        let (tested, servers) = (Vec::new(), Vec::new());
+        Self { plan, systems, root, servers, tested, computed_limit: None, home: None }
+    }
+
     fn start(&self, tested: &TestedSystem<'_>) -> Result<Server, ExperimentError> {
         Ok(tested.system.start(&tested.place, self.plan.cores.map(|cores| cores.server))?)
     }
@@ -392,6 +425,8 @@ impl<'a> Disks<'a> {
                 client_busy: 0.0,
                 others_busy: 0.0,
                 cpu_per_gib: None,
+                storage_cpu_per_io: None,
+                times: None,
                 neighbour: None,
                 served: None,
             }),
@@ -449,6 +484,8 @@ impl<'a> Disks<'a> {
             client_busy: 0.0,
             others_busy: found.others.as_secs_f64() / seconds,
             cpu_per_gib: None,
+            storage_cpu_per_io: None,
+            times: None,
             neighbour: None,
             served: None,
         };
@@ -509,6 +546,9 @@ impl<'a> Disks<'a> {
             ))),
             others_busy: share(measured.others),
             cpu_per_gib: None,
+            storage_cpu_per_io: (!self.plan.daemons().is_empty())
+                .then(|| measured.storage.as_nanos() as f64 / requests),
+            times: Times::of(&measured.apart),
             neighbour: neighbour.map(|work| work.rate),
             served: None,
         };

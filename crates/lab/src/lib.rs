@@ -13,7 +13,7 @@
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
-//! | [`statistics`], [`goals`] | what may be concluded |
+//! | [`metric`], [`statistics`], [`goals`] | what is compared, and what may be concluded |
 //! | [`report`], [`tables`], [`machine`] | the results as JSON and as tables, and the machine |
 //! | [`page`], [`plot`], [`course`] | the results for a browser |
 
@@ -31,6 +31,7 @@ pub mod idle;
 mod installation;
 pub mod load;
 pub mod machine;
+pub mod metric;
 pub mod migration;
 pub mod neighbour;
 mod network;

@@ -35,6 +35,9 @@ pub enum Direction {
     Read,
     /// Only writes.
     Write,
+    /// So many of 100 are reads, and the others writes; which ones is chosen at random.
+    #[serde(rename = "reads")]
+    Mixed(u8),
 }
 
 /// One kind of load.
@@ -75,14 +78,63 @@ pub struct LoadResult {
     pub elapsed: Duration,
     /// CPU time of the server within it.
     pub server: Duration,
+    /// CPU time of the storage below the server within it, where its processes are known.
+    pub storage: Duration,
     /// CPU time of this process within it.
     pub client: Duration,
     /// CPU time of everything else on the machine within it, in ticks of 10 ms.
     pub others: Duration,
     /// Latencies in nanoseconds, from submitting to reaping.
     pub latency: Histogram<u64>,
+    /// The same, reads and writes apart.
+    pub apart: Latencies,
     /// The times in which no request ended; of several disks, of each.
     pub gaps: Gaps,
+}
+
+/// Latencies in nanoseconds, of reads and of writes.
+#[derive(Clone, Debug)]
+pub struct Latencies {
+    /// Of reads.
+    pub reads: Histogram<u64>,
+    /// Of writes.
+    pub writes: Histogram<u64>,
+}
+
+impl Latencies {
+    fn new() -> Self {
+        Self { reads: latencies(), writes: latencies() }
+    }
+
+    fn record(&mut self, operation: Operation, took: Duration) {
+        let of = match operation {
+            Operation::Read => &mut self.reads,
+            Operation::Write | Operation::Flush => &mut self.writes,
+        };
+        of.saturating_record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    fn add(&mut self, other: &Self) {
+        add(&mut self.reads, &other.reads);
+        add(&mut self.writes, &other.writes);
+    }
+
+    fn reset(&mut self) {
+        self.reads.reset();
+        self.writes.reset();
+    }
+
+    /// Of both together.
+    #[must_use]
+    pub fn all(&self) -> Histogram<u64> {
+        let mut all = self.reads.clone();
+        add(&mut all, &self.writes);
+        all
+    }
+}
+
+fn add(to: &mut Histogram<u64>, more: &Histogram<u64>) {
+    to.add(more).expect("all have the same bounds");
 }
 
 /// The shortest time without the end of a request that is kept.
@@ -162,7 +214,7 @@ pub enum LoadError {
 /// Drives `workload` until `extent` is done. With a `pattern`, writes contain it and reads are compared with
 /// it, at some cost for the calling thread.
 ///
-/// [`LoadError`]; the first error ends the load.
+/// # Errors
 /// [`LoadError`]; the first one ends the load.
 pub fn run(
     initiator: &mut dyn Initiator,
@@ -218,10 +270,10 @@ pub fn run_side_by_side(
         stop::sleep(measured);
         let (end, after) = (Reading::now(server), all_done());
         signals.over.store(true, Ordering::Relaxed);
-        let (mut latency, mut all) = (latencies(), Gaps::default());
+        let (mut latency, mut all) = (Latencies::new(), Gaps::default());
         for thread in threads {
             let (times, gaps) = thread.join().expect("a load does not panic")?;
-            latency.add(times).expect("all have the same bounds");
+            latency.add(&times);
             all.0.extend(gaps.0);
         }
         Ok(LoadResult::between(&start?, &end?, after - before, (latency, all)))
@@ -244,7 +296,7 @@ fn drive(
     seed: u64,
     signals: &Signals,
     done: &AtomicU64,
-) -> Result<(Histogram<u64>, Gaps), LoadError> {
+) -> Result<(Latencies, Gaps), LoadError> {
     let extent = Extent::Time { warm_up: Duration::ZERO, measured: Duration::MAX };
     let mut load = Load::new(initiator, workload, extent, pattern, seed)?;
     load.prime()?;
@@ -264,6 +316,7 @@ fn drive(
 struct Reading {
     wall: Instant,
     server: Duration,
+    storage: Duration,
     client: Duration,
     machine: Duration,
 }
@@ -273,6 +326,7 @@ impl Reading {
         Ok(Self {
             wall: Instant::now(),
             server: server.read().map_err(LoadError::Clock)?,
+            storage: server.read_storage().map_err(LoadError::Clock)?,
             client: clock::own().map_err(LoadError::Clock)?,
             machine: clock::machine().map_err(LoadError::Clock)?,
         })
@@ -284,18 +338,21 @@ impl LoadResult {
         start: &Reading,
         end: &Reading,
         requests: u64,
-        (latency, gaps): (Histogram<u64>, Gaps),
+        (apart, gaps): (Latencies, Gaps),
     ) -> Self {
         let server = end.server.saturating_sub(start.server);
+        let storage = end.storage.saturating_sub(start.storage);
         let client = end.client.saturating_sub(start.client);
         let machine = end.machine.saturating_sub(start.machine);
         Self {
             requests,
             elapsed: end.wall - start.wall,
             server,
+            storage,
             client,
-            others: machine.saturating_sub(server + client),
-            latency,
+            others: machine.saturating_sub(server + storage + client),
+            latency: apart.all(),
+            apart,
             gaps,
         }
     }
@@ -304,6 +361,7 @@ impl LoadResult {
 /// The state of a slot.
 #[derive(Clone, Copy)]
 struct Request {
+    operation: Operation,
     offset: u64,
     submitted: Instant,
 }
@@ -320,7 +378,7 @@ struct Load<'a> {
     in_flight: usize,
     submitted: u64,
     completed: u64,
-    latency: Histogram<u64>,
+    latency: Latencies,
     gaps: Gaps,
     /// When a request ended last.
     last: Instant,
@@ -342,7 +400,7 @@ impl<'a> Load<'a> {
             return Err(LoadError::TooSmall { capacity, block });
         }
         let depth = usize::from(workload.depth.min(initiator.depth()));
-        let latency = latencies();
+        let latency = Latencies::new();
         Ok(Self {
             initiator,
             workload: *workload,
@@ -364,7 +422,7 @@ impl<'a> Load<'a> {
     }
 
     /// Fills the queue. Buffers of a load without a pattern keep one content that is not constant, as a
-    /// server might treat constant data specially.
+    /// server might treat constant data specially; those of a mixed load write what was last read into them.
     fn prime(&mut self) -> Result<(), LoadError> {
         let slots = 0..self.slots.len() as u16;
         for slot in slots.clone() {
@@ -378,10 +436,15 @@ impl<'a> Load<'a> {
         Ok(self.initiator.publish()?)
     }
 
-    fn operation(&self) -> Operation {
+    /// Of a load of one direction no random number is taken: its offsets are those that it always had.
+    fn next_operation(&mut self) -> Operation {
         match self.workload.direction {
             Direction::Read => Operation::Read,
             Direction::Write => Operation::Write,
+            Direction::Mixed(reads) => match self.random.u8(..100) < reads {
+                true => Operation::Read,
+                false => Operation::Write,
+            },
         }
     }
 
@@ -402,13 +465,13 @@ impl<'a> Load<'a> {
         if matches!(self.extent, Extent::Requests(count) if self.submitted == count) {
             return;
         }
-        let offset = self.next_offset();
-        if let (Some(pattern), Direction::Write) = (self.pattern, self.workload.direction) {
+        let (offset, operation) = (self.next_offset(), self.next_operation());
+        if let (Some(pattern), Operation::Write) = (self.pattern, operation) {
             pattern.fill(offset, &mut self.scratch);
             self.initiator.fill(slot, &self.scratch);
         }
-        self.initiator.submit(slot, self.operation(), offset, self.workload.block);
-        self.slots[usize::from(slot)] = Some(Request { offset, submitted: now });
+        self.initiator.submit(slot, operation, offset, self.workload.block);
+        self.slots[usize::from(slot)] = Some(Request { operation, offset, submitted: now });
         self.in_flight += 1;
         self.submitted += 1;
     }
@@ -438,15 +501,14 @@ impl<'a> Load<'a> {
         let request = request.ok_or(InitiatorError::NotInFlight { id: slot.into() })?;
         self.in_flight -= 1;
         self.completed += 1;
-        let nanoseconds = now.duration_since(request.submitted).as_nanos();
-        self.latency.saturating_record(u64::try_from(nanoseconds).unwrap_or(u64::MAX));
+        let Request { operation, offset, submitted } = request;
+        self.latency.record(operation, now.duration_since(submitted));
         if status != 0 {
-            let (operation, offset) = (self.operation(), request.offset);
             return Err(LoadError::Request { operation, offset, status });
         }
-        if let (Some(pattern), Direction::Read) = (self.pattern, self.workload.direction) {
+        if let (Some(pattern), Operation::Read) = (self.pattern, operation) {
             self.initiator.copy(slot, &mut self.scratch);
-            if let Some(at) = pattern.mismatch(request.offset, &self.scratch) {
+            if let Some(at) = pattern.mismatch(offset, &self.scratch) {
                 return Err(LoadError::Mismatch { at });
             }
         }
@@ -501,5 +563,144 @@ impl<'a> Load<'a> {
             self.reap()?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u32 = 512;
+    const BLOCKS: u64 = 64;
+
+    fn pattern() -> Pattern {
+        Pattern::new(7)
+    }
+
+    /// A disk in memory whose requests end when they are reaped.
+    struct Disk {
+        content: Vec<u8>,
+        buffers: Vec<Vec<u8>>,
+        submitted: Vec<(u16, Operation, u64)>,
+        /// All requests, in their order.
+        seen: Vec<(Operation, u64)>,
+    }
+
+    impl Disk {
+        fn new(depth: usize) -> Self {
+            let mut content = vec![0; (BLOCKS * u64::from(BLOCK)) as usize];
+            pattern().fill(0, &mut content);
+            let buffers = vec![vec![0; BLOCK as usize]; depth];
+            Self { content, buffers, submitted: Vec::new(), seen: Vec::new() }
+        }
+
+        fn run(&mut self, direction: Direction, seed: u64) -> Result<LoadResult, LoadError> {
+            let depth = self.buffers.len() as u16;
+            let workload =
+                Workload { id: "w", order: Order::Random, direction, block: BLOCK, depth };
+            let own = ProcessClock::of(std::process::id()).unwrap();
+            run(self, &workload, Extent::Requests(1000), Some(pattern()), &own, seed)
+        }
+
+        fn reads(&self) -> usize {
+            self.seen.iter().filter(|(operation, _)| *operation == Operation::Read).count()
+        }
+    }
+
+    impl Initiator for Disk {
+        fn capacity(&self) -> u64 {
+            self.content.len() as u64
+        }
+
+        fn depth(&self) -> u16 {
+            self.buffers.len() as u16
+        }
+
+        fn fill(&mut self, slot: u16, bytes: &[u8]) {
+            self.buffers[usize::from(slot)].copy_from_slice(bytes);
+        }
+
+        fn copy(&self, slot: u16, bytes: &mut [u8]) {
+            bytes.copy_from_slice(&self.buffers[usize::from(slot)]);
+        }
+
+        fn submit(&mut self, slot: u16, operation: Operation, offset: u64, length: u32) {
+            assert_eq!(length, BLOCK);
+            self.submitted.push((slot, operation, offset));
+            self.seen.push((operation, offset));
+        }
+
+        fn publish(&mut self) -> Result<(), InitiatorError> {
+            Ok(())
+        }
+
+        fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<(), InitiatorError> {
+            for (slot, operation, offset) in self.submitted.drain(..) {
+                let at = offset as usize..offset as usize + BLOCK as usize;
+                let buffer = &mut self.buffers[usize::from(slot)];
+                match operation {
+                    Operation::Read => buffer.copy_from_slice(&self.content[at]),
+                    Operation::Write => self.content[at].copy_from_slice(buffer),
+                    Operation::Flush => {}
+                }
+                completions.push(Completion { slot, status: 0 });
+            }
+            Ok(())
+        }
+
+        fn wait(&mut self) -> Result<(), InitiatorError> {
+            Err(InitiatorError::Stalled)
+        }
+    }
+
+    #[test]
+    fn a_mixed_load_has_as_many_reads_as_it_says_and_tells_them_from_writes() {
+        for percent in [20, 70] {
+            let mut disk = Disk::new(2);
+            let measured = disk.run(Direction::Mixed(percent), 1).unwrap();
+            let reads = disk.reads();
+            // Five standard deviations of 1000 draws are 73 at most.
+            assert!(reads.abs_diff(usize::from(percent) * 10) < 75, "{reads} at {percent} %");
+            assert_eq!(measured.apart.reads.len(), reads as u64);
+            assert_eq!(measured.apart.writes.len(), 1000 - reads as u64);
+            assert_eq!((measured.requests, measured.latency.len()), (1000, 1000));
+        }
+    }
+
+    #[test]
+    fn the_same_seed_makes_the_same_requests_and_offsets_do_not_depend_on_a_direction() {
+        let seen = |direction, seed| {
+            let mut disk = Disk::new(2);
+            disk.run(direction, seed).unwrap();
+            disk.seen
+        };
+        let mixed = seen(Direction::Mixed(50), 3);
+        assert_eq!(mixed, seen(Direction::Mixed(50), 3));
+        assert_ne!(mixed, seen(Direction::Mixed(50), 4));
+        let offsets = |direction| -> Vec<u64> {
+            seen(direction, 3).into_iter().map(|(_, offset)| offset).collect()
+        };
+        assert_eq!(offsets(Direction::Read), offsets(Direction::Write));
+    }
+
+    #[test]
+    fn a_load_of_one_direction_has_only_that() {
+        let mut disk = Disk::new(4);
+        let measured = disk.run(Direction::Write, 1).unwrap();
+        assert_eq!((disk.reads(), measured.apart.reads.len()), (0, 0));
+        let measured = disk.run(Direction::Read, 1).unwrap();
+        assert_eq!((disk.reads(), measured.apart.writes.len()), (1000, 0));
+    }
+
+    #[test]
+    fn the_reads_of_a_mixed_load_are_compared_with_what_its_writes_leave() {
+        let mut disk = Disk::new(2);
+        disk.run(Direction::Mixed(50), 1).unwrap();
+        let mut whole = vec![0; disk.content.len()];
+        pattern().fill(0, &mut whole);
+        assert_eq!(disk.content, whole, "writes contain the pattern");
+        disk.content.fill(0x33);
+        let wrong = disk.run(Direction::Mixed(99), 1);
+        assert!(matches!(wrong, Err(LoadError::Mismatch { .. })), "{:?}", wrong.err());
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::ceph::{self, CephError};
 use crate::computed_limit::ComputedLimitError;
 use crate::idle::Idle;
-use crate::load::LoadError;
+use crate::load::{Latencies, LoadError, Workload};
 use crate::stop::Stopped;
 use crate::systems::SystemError;
 
@@ -62,12 +62,65 @@ pub struct Cell {
     /// The CPU time of all processes of a migration for a GiB of memory, in nanoseconds; none of what sends none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_per_gib: Option<f64>,
+    /// The CPU time of the storage below the server, as of Ceph's OSDs, for a request, in nanoseconds; none where its
+    /// processes are not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub storage_cpu_per_io: Option<f64>,
+    /// How long requests took; none of what is no load.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub times: Option<Times>,
     /// The work in a second of CPU-bound neighbours, where there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub neighbour: Option<f64>,
     /// What a guest answered that moved, where a client asked it something.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served: Option<Served>,
+}
+
+/// How long the requests of a load took.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Times {
+    /// All of them.
+    pub all: RequestTimes,
+    /// The reads, where there were any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reads: Option<RequestTimes>,
+    /// The writes, where there were any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub writes: Option<RequestTimes>,
+}
+
+/// How long requests took, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RequestTimes {
+    /// The mean.
+    pub mean: f64,
+    /// The median.
+    pub p50: f64,
+    /// The 95th percentile.
+    pub p95: f64,
+}
+
+impl Times {
+    /// None if there was no request.
+    #[must_use]
+    pub fn of(latencies: &Latencies) -> Option<Self> {
+        Some(Self {
+            all: RequestTimes::of(&latencies.all())?,
+            reads: RequestTimes::of(&latencies.reads),
+            writes: RequestTimes::of(&latencies.writes),
+        })
+    }
+}
+
+impl RequestTimes {
+    fn of(latencies: &Histogram<u64>) -> Option<Self> {
+        (!latencies.is_empty()).then(|| Self {
+            mean: latencies.mean(),
+            p50: latencies.value_at_quantile(0.5) as f64,
+            p95: latencies.value_at_quantile(0.95) as f64,
+        })
+    }
 }
 
 /// What a guest answered while it moved from one host to another, in requests per second.
@@ -104,6 +157,17 @@ impl Outcome {
             Some(Sample::Cell(cell, None)) => self.cells.push(*cell),
             Some(Sample::Idle(idle)) => self.idle.push(idle),
             None => {}
+        }
+    }
+
+    /// What of it was measured under some of the loads, and without any.
+    pub(crate) fn under(&self, workloads: &[Workload]) -> Self {
+        let is_one = |id: &str| workloads.iter().any(|workload| workload.id == id);
+        let latencies = self.latencies.iter().filter(|((_, workload), _)| is_one(workload));
+        Self {
+            cells: self.cells.iter().filter(|cell| is_one(&cell.workload)).cloned().collect(),
+            idle: self.idle.clone(),
+            latencies: latencies.map(|(key, latency)| (key.clone(), latency.clone())).collect(),
         }
     }
 
@@ -227,4 +291,32 @@ pub enum OperationError {
         /// The end of the log.
         log: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::latencies;
+
+    #[test]
+    fn reads_and_writes_have_times_of_their_own() {
+        let mut both = Latencies { reads: latencies(), writes: latencies() };
+        assert_eq!(Times::of(&both), None);
+        for value in 1..=100 {
+            both.reads.record(value * 10).unwrap();
+        }
+        let times = Times::of(&both).unwrap();
+        assert_eq!((times.reads, times.writes), (Some(times.all), None));
+        // Values are kept with two digits.
+        let near = |found: f64, value: f64| (found / value - 1.0).abs() < 0.01;
+        assert!(near(times.all.mean, 505.0) && near(times.all.p50, 500.0), "{times:?}");
+        assert!(near(times.all.p95, 950.0), "{times:?}");
+        for _ in 0..100 {
+            both.writes.record(5000).unwrap();
+        }
+        let times = Times::of(&both).unwrap();
+        let (reads, writes) = (times.reads.unwrap(), times.writes.unwrap());
+        assert!(near(reads.p95, 950.0) && near(writes.p50, 5000.0), "{times:?}");
+        assert!(near(times.all.mean, 2752.5) && near(times.all.p95, 5000.0), "{times:?}");
+    }
 }

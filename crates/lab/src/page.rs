@@ -7,7 +7,7 @@ use crate::course;
 use crate::goals::{Assessment, Compare, Metric, Relation};
 use crate::machine::Machine;
 use crate::plot;
-use crate::report::{Measured, Report};
+use crate::report::{Measured, Report, Summary};
 use crate::run::RunReport;
 use crate::statistics::Interval;
 use crate::tables;
@@ -247,6 +247,24 @@ fn numbers(measured: &Measured) -> Markup {
                                 td.number { (format!("{:.0}", latency as f64 / 1e3)) }
                             }
                             td { (tables::named(summary.bottleneck)) }
+                        }
+                    }
+                }
+            }
+        }
+        @if measured.summaries.iter().any(Summary::has_more) {
+            details {
+                summary { (measured.section) ", reads and writes apart" }
+                table {
+                    tr {
+                        th { "load" } th { "system" } th { "read, µs: mean" } th { "p50" } th { "p95" }
+                        th { "write, µs: mean" } th { "p50" } th { "p95" } th { "CPU of the storage, µs" }
+                    }
+                    @for summary in &measured.summaries {
+                        tr {
+                            td { (summary.workload) }
+                            td { (summary.system) }
+                            @for value in summary.apart() { td.number { (value) } }
                         }
                     }
                 }

@@ -13,6 +13,7 @@ use crate::goals::{Assessment, Verdict};
 use crate::idle::Idle;
 use crate::load::Workload;
 use crate::machine::Machine;
+use crate::outcome::{RequestTimes, Times};
 use crate::sections::Section;
 use crate::statistics::Interval;
 use crate::systems::Transport;
@@ -205,6 +206,58 @@ pub struct Summary {
     pub bottleneck: Bottleneck,
     /// Latencies.
     pub latency: Latency,
+    /// How long reads took, where there were any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reads: Option<TimesSummary>,
+    /// How long writes took, where there were any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub writes: Option<TimesSummary>,
+    /// The CPU time of the storage for a request, in nanoseconds, where its processes are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub storage_cpu_per_io: Option<Interval>,
+}
+
+/// How long requests took, in nanoseconds, over all rounds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct TimesSummary {
+    /// The mean.
+    pub mean: Interval,
+    /// The median.
+    pub p50: Interval,
+    /// The 95th percentile.
+    pub p95: Interval,
+}
+
+impl TimesSummary {
+    /// Of the rounds that had such requests.
+    fn of<'a>(
+        cells: impl Iterator<Item = &'a Cell> + Clone,
+        which: fn(&Times) -> Option<RequestTimes>,
+    ) -> Option<Self> {
+        let times = cells.filter_map(|cell| which(cell.times.as_ref()?));
+        let of = |value: fn(&RequestTimes) -> f64| Interval::of(times.clone().map(|it| value(&it)));
+        Some(Self { mean: of(|it| it.mean)?, p50: of(|it| it.p50)?, p95: of(|it| it.p95)? })
+    }
+}
+
+impl Summary {
+    /// Whether there is more to tell of it than of a load of one direction whose storage is not known.
+    pub(crate) fn has_more(&self) -> bool {
+        self.reads.is_some() && self.writes.is_some() || self.storage_cpu_per_io.is_some()
+    }
+
+    /// Reads, writes (mean, p50 and p95 each, in microseconds) and the storage's CPU time; empty where there are none.
+    pub(crate) fn apart(&self) -> [String; 7] {
+        let show = |value: Option<Interval>, decimals: usize| {
+            value.map_or_else(String::new, |it| format!("{:.decimals$}", it.median / 1e3))
+        };
+        let of = |times: Option<TimesSummary>| {
+            [times.map(|it| it.mean), times.map(|it| it.p50), times.map(|it| it.p95)]
+                .map(|value| show(value, 0))
+        };
+        let ([a, b, c], [d, e, f]) = (of(self.reads), of(self.writes));
+        [a, b, c, d, e, f, show(self.storage_cpu_per_io, 2)]
+    }
 }
 
 /// One operation of one system.
@@ -335,6 +388,9 @@ fn summary(outcome: &Outcome, system: &str, workload: &str) -> Option<Summary> {
             p999: latency.value_at_quantile(0.999),
             max: latency.max(),
         },
+        reads: TimesSummary::of(cells(), |times| times.reads),
+        writes: TimesSummary::of(cells(), |times| times.writes),
+        storage_cpu_per_io: of(|cell| cell.storage_cpu_per_io.unwrap_or(f64::NAN)),
     })
 }
 
@@ -374,7 +430,7 @@ pub(crate) mod tests {
     use crate::goals::{Metric, Relation, assess};
     use crate::sections::SECTIONS;
 
-    fn outcome() -> Outcome {
+    pub(crate) fn outcome() -> Outcome {
         let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
         let mut latencies = BTreeMap::new();
         for system in ["ours", "theirs"] {

@@ -14,14 +14,15 @@ use crate::arguments::{BenchArguments, BenchError, beside_this_program};
 use crate::catalogue;
 use crate::ceph::mount::Mount;
 use crate::ceph::own_pool::{self, OwnPool};
+use crate::ceph::redundancy::Raid;
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{Definition, DefinitionError, Extent, Matter};
-use crate::experiment::{self, Outcome, Plan, Progress, ServedDirectory};
+use crate::experiment::{self, Cell, Outcome, Plan, Progress, ServedDirectory};
 use crate::goals::{self, Assessment, Metric, Verdict};
 use crate::machine::{self, Machine};
 use crate::migration;
 use crate::operation::{self, Choice, Found};
-use crate::outcome::Served;
+use crate::outcome::{RequestTimes, Served, Times};
 use crate::report::Measured;
 use crate::sections::{self, Section};
 use crate::stop::{self, Stopped};
@@ -130,7 +131,7 @@ pub struct ExperimentReport {
     pub title: String,
     /// What it is about.
     pub measures: Vec<Metric>,
-    /// Why it cannot be measured here.
+    /// Why it, or a part of it, cannot be measured here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
     /// Its points.
@@ -162,7 +163,9 @@ pub fn run(
         stop::check()?;
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
         let (measured, places, outcome, refused) = one.map_err(failed)?;
-        let claim = definition.claim.as_ref().filter(|_| refused.is_none());
+        // What was measured of an experiment is judged without the rest.
+        let some = refused.is_none() || !measured.is_empty();
+        let claim = definition.claim.as_ref().filter(|_| some);
         let claim = claim.map(|it| claim::assess(it, &places, &outcome, machine.cores));
         all.cells.extend(outcome.cells);
         all.idle.extend(outcome.idle);
@@ -181,7 +184,7 @@ pub fn run(
 }
 
 impl RunArguments {
-    /// Measures an experiment, which was named so; one on Ceph with a pool of its own, which goes again.
+    /// Measures an experiment, which was named so; one on Ceph with pools of its own, which go again.
     fn one(
         &self,
         definition: &Definition,
@@ -198,33 +201,39 @@ impl RunArguments {
             Ok(cluster) => cluster,
             Err(why) => return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why))),
         };
-        let pool = OwnPool::make(cluster, &mut |it| observe(Progress::Cluster(it)))?;
-        let found = self.measure(definition, Some(pool.access()), observe);
+        let (raids, left_out) = own_pool::fitting(cluster, definition.redundancy())?;
+        if raids.is_empty() && left_out.is_some() {
+            return Ok((Vec::new(), Vec::new(), Outcome::default(), left_out));
+        }
+        let pool = OwnPool::make(cluster, &raids, &mut |it| observe(Progress::Cluster(it)))?;
+        let found = self.measure(definition, Some(&pool), observe);
         // Why measuring failed says more than why the pool stays.
         let removed = pool.remove();
-        let found = found?;
+        let (measured, places, outcome, refused) = found?;
         removed?;
-        Ok(found)
+        Ok((measured, places, outcome, refused.or(left_out)))
     }
 
     fn measure(
         &self,
         definition: &Definition,
-        pool: Option<&RbdPool>,
+        pool: Option<&OwnPool>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
         match &definition.matter {
             Matter::Disk(_, steps) => {
                 let extent = if self.full { steps.full } else { steps.small };
-                let mount = pool.map(|pool| Mount::new(&self.pool_program(), pool)).transpose()?;
-                self.disk(definition, extent, pool, mount.as_ref(), observe)
+                let stored = pool.map(|pool| self.mount(pool)).transpose()?;
+                self.disk(definition, extent, stored.as_deref(), observe)
             }
             Matter::Operation(matrix, steps) => {
                 let directory = match steps.storage {
                     Some(Storage::Memory) => &self.directory,
                     Some(Storage::Ext4 | Storage::Ceph) | None => &self.ext4_directory,
                 };
-                let choice = Choice { pool: pool.cloned(), ..self.choice(directory) };
+                let pool = pool.and_then(|pool| pool.accesses().first());
+                let pool = pool.map(|(_, access)| access.clone());
+                let choice = Choice { pool, ..self.choice(directory) };
                 operation::run(&choice, &definition.id, matrix, steps, observe)
             }
             Matter::Migration(matrix, steps) => {
@@ -239,6 +248,20 @@ impl RunArguments {
         let name = "vmseal-rbd";
         let beside = self.filter.as_ref().map(|filter| filter.with_file_name(name));
         beside.unwrap_or_else(|| beside_this_program(name))
+    }
+
+    /// Mounts all pools; they are mounted at the same time, so that they can be measured in turn.
+    fn mount(&self, pool: &OwnPool) -> Result<Vec<Stored>, experiment::ExperimentError> {
+        let (program, daemons) = (self.pool_program(), pool.osds());
+        let mut stored = Vec::new();
+        for (redundancy, access) in pool.accesses() {
+            let mount = Mount::new(&program, access)?;
+            let (directory, process) = (mount.directory().to_owned(), mount.process());
+            let served = ServedDirectory { directory, process, daemons: daemons.clone() };
+            let access = access.clone();
+            stored.push(Stored { redundancy: *redundancy, access, served, _mount: mount });
+        }
+        Ok(stored)
     }
 
     fn choice(&self, directory: &Path) -> Choice {
@@ -256,29 +279,46 @@ impl RunArguments {
         &self,
         definition: &Definition,
         extent: Extent,
-        pool: Option<&RbdPool>,
-        mount: Option<&Mount>,
+        stored: Option<&[Stored]>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
-        let bench = BenchArguments { pool: pool.cloned(), ..self.bench(extent) };
+        let of = |section: &Section| {
+            let here = |stored: &&Stored| stored.redundancy == section.redundancy;
+            stored.and_then(|stored| stored.iter().find(here))
+        };
+        let bench = |section: &Section| BenchArguments {
+            pool: of(section).map(|stored| stored.access.clone()),
+            ..self.bench(extent)
+        };
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
-        let served = mount.map(|mount| ServedDirectory {
-            directory: mount.directory().to_owned(),
-            process: mount.process(),
-        });
-        for section in sections::of_definition(definition) {
-            if let Some(why) = bench.obstacle(&section) {
+        let mut sections = sections::of_definition(definition);
+        if let Some(stored) = stored {
+            // Of some redundancies there may be no pool here.
+            sections.retain(|section| stored.iter().any(|it| it.redundancy == section.redundancy));
+        }
+        for together in sections.chunk_by(Section::is_beside) {
+            if let Some(why) = together.iter().find_map(|it| bench(it).obstacle(it)) {
                 return Ok((measured, places, all, Some(why)));
             }
-            observe(Progress::Section(section.id, section.title));
-            let plan = Plan { served: served.clone(), ..bench.plan(&section) };
-            let outcome = experiment::run(&plan, &bench.systems(&section), &mut |progress| {
-                if section.tells(progress) {
+            let mut parts = Vec::new();
+            for section in together {
+                observe(Progress::Section(section.id, section.title));
+                let served = of(section).map(|stored| stored.served.clone());
+                let bench = bench(section);
+                let plan = Plan { served, ..bench.plan(section) };
+                parts.push((section, plan, bench.systems(section)));
+            }
+            let of_all: Vec<experiment::Part<'_>> =
+                parts.iter().map(|(_, plan, systems)| (plan, &systems[..])).collect();
+            let outcome = experiment::run_joined(&of_all, &mut |progress| {
+                if together[0].tells(progress) {
                     observe(progress);
                 }
             })?;
-            measured.push(Measured::of(&section, &plan, &outcome));
-            places.push(place(&section));
+            for (section, plan, _) in &parts {
+                measured.push(Measured::of(section, plan, &outcome.under(section.workloads)));
+                places.push(place(section));
+            }
             all.cells.extend(outcome.cells);
             all.idle.extend(outcome.idle);
         }
@@ -299,12 +339,23 @@ impl RunArguments {
     }
 }
 
+/// A pool that is mounted.
+struct Stored {
+    redundancy: Option<Raid>,
+    /// How a client gets to it.
+    access: RbdPool,
+    served: ServedDirectory,
+    /// It is unmounted with this.
+    _mount: Mount,
+}
+
 fn place(section: &Section) -> Place {
-    let axes = BTreeMap::from([
+    let mut axes = BTreeMap::from([
         ("disks", u64::from(section.disks)),
         ("delay_us", section.delay_us),
         ("neighbours", u64::from(section.neighbours)),
     ]);
+    axes.extend(section.redundancy.map(|raid| ("redundancy", raid.level())));
     Place { axes, workloads: section.workloads.iter().map(|load| (load.id, None)).collect() }
 }
 
@@ -329,7 +380,8 @@ impl RunReport {
             "experiment,point,workload,system,round,requests,seconds,iops,bytes_per_second,\
                         cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second,\
                         cpu_ns_per_gib,requests_before_per_second,requests_during_per_second,\
-                        requests_after_per_second\n"
+                        requests_after_per_second,mean_ns,p95_ns,read_mean_ns,read_p50_ns,read_p95_ns,\
+                        write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -356,9 +408,9 @@ impl RunReport {
                         of_served(|it| it.before),
                         of_served(|it| it.during),
                         of_served(|it| it.after),
-                    ]
-                    .map(number)
-                    .join(",");
+                    ];
+                    let values = [&values[..], &apart(cell)].concat();
+                    let values = values.into_iter().map(number).collect::<Vec<_>>().join(",");
                     let _ = writeln!(
                         text,
                         "{},{},{},{},{},{},{values}",
@@ -373,5 +425,61 @@ impl RunReport {
             }
         }
         text
+    }
+}
+
+/// The last columns of a line: times of all requests, of reads and of writes, and the storage's CPU time.
+fn apart(cell: &Cell) -> [f64; 9] {
+    let of = |which: fn(&Times) -> Option<RequestTimes>| {
+        let times = cell.times.as_ref().and_then(which);
+        times.map_or([f64::NAN; 3], |it| [it.mean, it.p50, it.p95])
+    };
+    let [mean, _, p95] = of(|times| Some(times.all));
+    let ([a, b, c], [d, e, f]) = (of(|times| times.reads), of(|times| times.writes));
+    [mean, p95, a, b, c, d, e, f, cell.storage_cpu_per_io.unwrap_or(f64::NAN)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::goals::tests::cell;
+    use crate::report::tests::report;
+
+    #[test]
+    fn a_line_of_csv_has_reads_and_writes_apart() {
+        let one = RequestTimes { mean: 11.0, p50: 12.0, p95: 13.0 };
+        let two = RequestTimes { mean: 21.0, p50: 22.0, p95: 23.0 };
+        let mixed = Cell {
+            times: Some(Times { all: one, reads: Some(two), writes: None }),
+            storage_cpu_per_io: Some(31.0),
+            ..cell(0, "ours", "w", 100.0)
+        };
+        let mut measured = report().sections.remove(0);
+        measured.cells = vec![mixed, cell(0, "theirs", "w", 100.0)];
+        let report = RunReport {
+            version: VERSION,
+            started: "2001-02-03T04:05:06Z".parse().unwrap(),
+            commit: "0123456".to_owned(),
+            machine: report().machine,
+            experiments: vec![ExperimentReport {
+                id: "mine".to_owned(),
+                title: "mine".to_owned(),
+                measures: Vec::new(),
+                refused: None,
+                measured: vec![measured],
+                claim: None,
+            }],
+            goals: Vec::new(),
+        };
+        let csv = report.csv();
+        let lines: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
+        assert_eq!(lines.len(), 3);
+        let column = |name: &str| lines[0].iter().position(|it| *it == name).unwrap();
+        let of = |line: usize, name: &str| lines[line][column(name)];
+        assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{csv}");
+        assert_eq!((of(1, "mean_ns"), of(1, "p95_ns")), ("11", "13"));
+        assert_eq!((of(1, "read_p50_ns"), of(1, "write_p50_ns")), ("22", ""));
+        assert_eq!((of(1, "storage_cpu_ns_per_io"), of(2, "storage_cpu_ns_per_io")), ("31", ""));
+        assert_eq!((of(2, "mean_ns"), of(2, "neighbour_per_second")), ("", ""));
     }
 }

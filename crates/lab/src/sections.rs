@@ -5,6 +5,7 @@
 use std::sync::LazyLock;
 
 use crate::catalogue::CATALOGUE;
+use crate::ceph::redundancy::Raid;
 use crate::definition::{Definition, LoadSpec, Matter};
 use crate::experiment::Progress;
 use crate::idle::IDLE;
@@ -44,6 +45,8 @@ pub struct Section {
     pub delay_us: u64,
     /// How many CPU-bound threads share the server's core.
     pub neighbours: u32,
+    /// How the pool keeps its disks, where redundancies are compared.
+    pub redundancy: Option<Raid>,
 }
 
 /// The ids of what `vmseal lab disk` runs.
@@ -55,8 +58,9 @@ pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| {
     OF_LAB_DISK.iter().filter_map(of).flatten().collect()
 });
 
-/// The sections of an experiment with disks: one for each combination of its axes. An axis with several values is part of
-/// the names. Names are kept until the program ends, as those of the sections that are built in.
+/// The sections of an experiment with disks: one for each combination of its axes; those that differ in redundancy alone
+/// follow each other. An axis with several values is part of the names. Names are kept until the program ends, as those of
+/// the sections that are built in.
 #[must_use]
 pub fn of_definition(definition: &Definition) -> Vec<Section> {
     let Matter::Disk(matrix, steps) = &definition.matter else { return Vec::new() };
@@ -65,10 +69,14 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
         known.filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
     systems.sort_by_key(|id| matrix.systems.iter().position(|chosen| chosen == id));
     let systems: &'static [&'static str] = systems.leak();
+    let redundancies: Vec<Option<Raid>> = match matrix.redundancy.is_empty() {
+        true => vec![None],
+        false => matrix.redundancy.iter().copied().map(Some).collect(),
+    };
     let mut sections = Vec::new();
     for &disks in &matrix.disks {
         for &delay_us in &matrix.delay_us {
-            for &neighbours in &matrix.neighbours {
+            for (&neighbours, &redundancy) in pairs(&matrix.neighbours, &redundancies) {
                 let mut suffix = String::new();
                 for (name, value, values) in [
                     ("disks", u64::from(disks), matrix.disks.len()),
@@ -78,6 +86,9 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     if values > 1 {
                         suffix.push_str(&format!("-{value}-{name}"));
                     }
+                }
+                if let Some(raid) = redundancy.filter(|_| redundancies.len() > 1) {
+                    suffix.push_str(&format!("-{raid}"));
                 }
                 let workload = |load: &LoadSpec| Workload {
                     id: format!("{}{suffix}", load.id).leak(),
@@ -101,6 +112,7 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     disks,
                     delay_us,
                     neighbours,
+                    redundancy,
                 });
             }
         }
@@ -108,7 +120,19 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
     sections
 }
 
+/// Each of the first with each of the second, which change first.
+fn pairs<'a, A, B>(first: &'a [A], second: &'a [B]) -> impl Iterator<Item = (&'a A, &'a B)> {
+    first.iter().flat_map(move |one| second.iter().map(move |other| (one, other)))
+}
+
 impl Section {
+    /// Whether it differs from another one of the same experiment in redundancy alone: they are measured in turn.
+    #[must_use]
+    pub fn is_beside(&self, other: &Self) -> bool {
+        let place = |it: &Self| (it.disks, it.delay_us, it.neighbours);
+        place(self) == place(other)
+    }
+
     /// Whether to print a progress line for this: with many short rounds, only some.
     #[must_use]
     pub fn tells(&self, progress: Progress<'_>) -> bool {
@@ -143,6 +167,26 @@ mod tests {
         let named: BTreeSet<_> = SECTIONS.iter().flat_map(|section| section.systems).collect();
         assert_eq!(named, SYSTEMS.iter().collect());
         assert_eq!(SECTIONS.iter().filter(|section| section.idle).count(), 1);
+    }
+
+    #[test]
+    fn redundancies_are_beside_each_other_and_part_of_the_names() {
+        let mut definition = crate::catalogue::find("h").unwrap();
+        let Matter::Disk(matrix, _) = &mut definition.matter else { panic!("h is about disks") };
+        matrix.disks = vec![1, 2];
+        let sections = of_definition(&definition);
+        let ids: Vec<_> = sections.iter().map(|section| section.id).collect();
+        assert_eq!(
+            ids,
+            ["h-1-disks-raid1", "h-1-disks-raid6", "h-2-disks-raid1", "h-2-disks-raid6"]
+        );
+        let together: Vec<_> = sections.chunk_by(Section::is_beside).map(<[_]>::len).collect();
+        assert_eq!(together, [2, 2]);
+        assert_eq!(sections[1].redundancy, Some(Raid::Raid6));
+        assert!(sections[1].workloads[0].id.ends_with("-1-disks-raid6"), "{:?}", sections[1]);
+        let one = of_definition(&crate::catalogue::find("v6").unwrap());
+        assert!(one.iter().all(|section| section.redundancy.is_none()));
+        assert_eq!(one.chunk_by(Section::is_beside).count(), one.len());
     }
 
     #[test]

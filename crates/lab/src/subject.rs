@@ -78,6 +78,59 @@ pub struct Order {
     pub places: u32,
 }
 
+/// Several subjects that are measured as one: the same load of each follows the other, within each round.
+#[derive(Debug)]
+pub struct Joined<S>(pub Vec<(S, Vec<&'static str>)>);
+
+impl<S> Joined<S> {
+    /// The loads of all: the first of each, the second of each, ...
+    #[must_use]
+    pub fn workloads(&self) -> Vec<&'static str> {
+        let longest = self.0.iter().map(|(_, loads)| loads.len()).max().unwrap_or(0);
+        let at = |at: usize| self.0.iter().filter_map(move |(_, loads)| loads.get(at).copied());
+        (0..longest).flat_map(at).collect()
+    }
+
+    fn of(&mut self, workload: &str) -> Option<&mut S> {
+        let mut parts = self.0.iter_mut();
+        let found = parts.find(|(_, loads)| loads.iter().any(|it| *it == workload));
+        found.map(|(subject, _)| subject)
+    }
+}
+
+impl<S: Subject> Subject for Joined<S> {
+    fn prepare(
+        &mut self,
+        place: u32,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(), ExperimentError> {
+        for (subject, _) in &mut self.0 {
+            subject.prepare(place, observe)?;
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, round: u32) -> Result<(), ExperimentError> {
+        self.0.iter_mut().try_for_each(|(subject, _)| subject.begin(round))
+    }
+
+    fn before(
+        &mut self,
+        round: u32,
+        workload: &'static str,
+    ) -> Result<Option<Sample>, ExperimentError> {
+        self.of(workload).map_or(Ok(None), |subject| subject.before(round, workload))
+    }
+
+    fn run(&mut self, point: &Point) -> Result<Option<Sample>, ExperimentError> {
+        self.of(point.workload).map_or(Ok(None), |subject| subject.run(point))
+    }
+
+    fn end(&mut self) -> Result<(), ExperimentError> {
+        self.0.iter_mut().try_for_each(|(subject, _)| subject.end())
+    }
+}
+
 /// Measures a subject, unless the end is asked for meanwhile.
 ///
 /// # Errors
@@ -143,5 +196,17 @@ mod tests {
         let mut noted = Noted::default();
         measure(&Order { places: 9, ..order }, &mut noted, &mut |_| {}).unwrap();
         assert_eq!(noted.0.iter().filter(|it| it.starts_with("make")).count(), 2);
+    }
+
+    #[test]
+    fn subjects_that_are_joined_take_turns_within_a_round() {
+        let of = |loads: &[&'static str]| (Noted::default(), loads.to_vec());
+        let mut both = Joined(vec![of(&["x1", "y1"]), of(&["x2", "y2", "z2"])]);
+        assert_eq!(both.workloads(), ["x1", "x2", "y1", "y2", "z2"]);
+        let order = Order { systems: vec!["a"], workloads: both.workloads(), rounds: 2, places: 1 };
+        measure(&order, &mut both, &mut |_| {}).unwrap();
+        let [(first, _), (second, _)] = &both.0[..] else { panic!("there are two") };
+        assert_eq!(first.0, ["make 0", "ax10", "ay10", "ax11", "ay11"]);
+        assert_eq!(second.0, ["make 0", "ax20", "ay20", "az20", "ax21", "ay21", "az21"]);
     }
 }

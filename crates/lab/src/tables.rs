@@ -10,7 +10,7 @@ use vmseal_initiator::Wait;
 use crate::claim::Assessed;
 use crate::goals::{Assessment, Compare, Metric, Relation, Verdict};
 use crate::machine::Machine;
-use crate::report::{Bottleneck, Measured, Report, Settings};
+use crate::report::{Bottleneck, Measured, Report, Settings, Summary};
 use crate::run::RunReport;
 use crate::statistics::Interval;
 
@@ -91,7 +91,17 @@ impl RunReport {
 fn claimed(claim: &Assessed) -> String {
     let mut text = format!("\nclaim: {}\n  {}\n", claim.claim.text, claim.verdict);
     for found in &claim.found {
-        let ratio = found.ratio.map_or_else(String::new, |it| it.show(|x| format!("{x:.3}")));
+        let metric = found.goal.metric;
+        let (is, value) = match found.goal.compare {
+            Compare::Ratio => {
+                let is = found.ratio.map(|it| it.show(|x| format!("{x:.3}")));
+                (is, found.goal.value.to_string())
+            }
+            Compare::Difference | Compare::Alone => {
+                let is = found.found().map(|it| metric.show_interval(&it));
+                (is, metric.show(found.goal.value))
+            }
+        };
         let sign = match found.goal.relation {
             Relation::AtLeast => '≥',
             Relation::AtMost => '≤',
@@ -99,8 +109,9 @@ fn claimed(claim: &Assessed) -> String {
         let (goal, verdict) = (&found.goal, found.verdict);
         let _ = writeln!(
             text,
-            "  {}, {:?}: {ratio}, claimed {sign} {}: {verdict}",
-            goal.workload, goal.metric, goal.value,
+            "  {}, {metric:?}: {}, claimed {sign} {value}: {verdict}",
+            goal.workload,
+            is.unwrap_or_default(),
         );
     }
     for why in &claim.left_out {
@@ -116,6 +127,9 @@ fn section(measured: &Measured) -> String {
     }
     if !measured.summaries.is_empty() {
         let _ = writeln!(text, "\n{}", lines(&systems(measured)));
+    }
+    if measured.summaries.iter().any(Summary::has_more) {
+        let _ = writeln!(text, "\n{}", lines(&apart(measured)));
     }
     if !measured.operations.is_empty() {
         let _ = writeln!(text, "\n{}", lines(&operations(measured)));
@@ -271,6 +285,34 @@ fn systems(measured: &Measured) -> Table {
     table
 }
 
+/// Reads and writes apart, and the storage's CPU time.
+fn apart(measured: &Measured) -> Table {
+    let mut table = table(&[
+        "workload",
+        "system",
+        "read µs: mean",
+        "p50",
+        "p95",
+        "write µs: mean",
+        "p50",
+        "p95",
+        "storage CPU µs",
+    ]);
+    let mut before = "";
+    for summary in &measured.summaries {
+        let again = before == summary.workload;
+        before = &summary.workload;
+        let mut row = vec![
+            if again { String::new() } else { summary.workload.clone() },
+            summary.system.clone(),
+        ];
+        row.extend(summary.apart());
+        table.add_row(row);
+    }
+    numbers_to_the_right(&mut table, 2..9);
+    table
+}
+
 pub(crate) fn named(bottleneck: Bottleneck) -> &'static str {
     match bottleneck {
         Bottleneck::Server => "server",
@@ -320,11 +362,40 @@ fn signed(metric: Metric, value: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::report::tests::report;
+    use crate::goals::tests::rounds;
+    use crate::outcome::{Cell, Outcome, RequestTimes, Times};
+    use crate::report::summarize;
+    use crate::report::tests::{outcome as report_outcome, report};
 
     #[test]
     fn the_tables_keep_their_shape() {
         insta::assert_snapshot!("tables", report().show());
+    }
+
+    #[test]
+    fn reads_and_writes_of_a_mixed_load_are_shown_apart() {
+        let mut report = report();
+        let times = RequestTimes { mean: 2e6, p50: 1.5e6, p95: 4e6 };
+        let outcome = |reads| {
+            let cells = rounds(&[1.0; 5]).into_iter().map(|cell| Cell {
+                times: Some(Times { all: times, reads, writes: Some(times) }),
+                storage_cpu_per_io: Some(31_000.0),
+                ..cell
+            });
+            let latencies = report_outcome().latencies;
+            Outcome { cells: cells.collect(), latencies, ..Outcome::default() }
+        };
+        assert!(!report.show().contains("write µs"), "not where nothing is to be told apart");
+        report.sections[0].summaries = summarize(&outcome(Some(times)));
+        let shown = report.show();
+        let line = shown.lines().filter(|line| line.contains("ours")).nth(1).unwrap();
+        let words: Vec<_> = line.split_whitespace().collect();
+        assert_eq!(words, ["w", "ours", "2000", "1500", "4000", "2000", "1500", "4000", "31.00"]);
+        report.sections[0].summaries = summarize(&outcome(None));
+        let shown = report.show();
+        let line = shown.lines().filter(|line| line.contains("ours")).nth(1).unwrap();
+        let words: Vec<_> = line.split_whitespace().collect();
+        assert_eq!(words, ["w", "ours", "2000", "1500", "4000", "31.00"], "no reads");
     }
 
     #[test]

@@ -112,6 +112,7 @@ fn what_is_written_is_read_back_sleeping_and_polling() {
         check_at_rest(system, &disk.place, Pattern::new(PATTERN)).unwrap();
         disk.run(&workload(Order::Random, Direction::Read, 4096, 32), wait, 5000).unwrap();
         disk.run(&workload(Order::Random, Direction::Write, 512, 7), wait, 5000).unwrap();
+        disk.run(&workload(Order::Random, Direction::Mixed(70), 4096, 2), wait, 5000).unwrap();
         disk.run(&workload(Order::Sequential, Direction::Read, 1 << 20, 1), wait, 32).unwrap();
     }
 }
@@ -406,6 +407,54 @@ fn what_has_a_load_generator_of_its_own_is_measured_by_that() {
     // Without a server there is nothing that is idle.
     assert!(outcome.idle.iter().all(|idle| idle.system == "storage-daemon-plain"));
     assert_eq!(outcome.idle.len(), 2);
+}
+
+#[test]
+fn loads_of_two_storages_take_turns_and_their_reads_are_told_from_their_writes() {
+    let storages = [(); 2].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let systems: Vec<Box<dyn System>> =
+        vec![Box::new(storage_daemon(false)), Box::new(vmseal(true))];
+    let of = |at: usize, ids: [&'static str; 2]| {
+        let mixed = workload(Order::Random, Direction::Mixed(70), 4096, 2);
+        let workloads = ids.map(|id| Workload { id, ..mixed }).to_vec();
+        let plan = plan(storages[at].path(), SIZE);
+        Plan { workloads, idle: false, limit: false, places: 1, ..plan }
+    };
+    let (first, second) = (of(0, ["x-1", "y-1"]), of(1, ["x-2", "y-2"]));
+    let parts = [(&first, &systems[..]), (&second, &systems[..])];
+    let outcome = experiment::run_joined(&parts, &mut |_| {}).unwrap();
+    let loads: Vec<_> = outcome.cells.iter().map(|cell| cell.workload.as_str()).collect();
+    let round = ["x-1", "x-1", "x-2", "x-2", "y-1", "y-1", "y-2", "y-2"];
+    assert_eq!(loads, [round, round].concat());
+    for cell in &outcome.cells {
+        let times = cell.times.unwrap();
+        let (reads, writes) = (times.reads.unwrap(), times.writes.unwrap());
+        assert!(
+            reads.mean > 0.0 && writes.mean > 0.0 && times.all.p95 >= times.all.p50,
+            "{cell:?}"
+        );
+        assert_eq!(cell.storage_cpu_per_io, None, "files have no processes below them");
+    }
+    for storage in &storages {
+        assert_eq!(std::fs::read_dir(storage.path()).unwrap().count(), 0, "debris");
+    }
+}
+
+#[test]
+fn the_cpu_time_of_what_stores_a_disk_is_counted_apart() {
+    let disk = serve();
+    disk.fill(Wait::Sleep);
+    let shape = workload(Order::Random, Direction::Read, 4096, 8);
+    let extent = Extent::Requests(20_000);
+    // The server, seen as the storage below another process.
+    let own = ProcessClock::of(std::process::id()).unwrap();
+    let above = own.clone().above([disk.server.pid()]).unwrap();
+    let run = |clock: &ProcessClock| {
+        let mut initiator = disk.connect(&shape, Wait::Sleep);
+        load::run(initiator.as_mut(), &shape, extent, None, clock, 1).unwrap()
+    };
+    assert!(run(&above).storage > Duration::ZERO);
+    assert_eq!(run(&own).storage, Duration::ZERO);
 }
 
 #[test]

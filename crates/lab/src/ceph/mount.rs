@@ -111,6 +111,7 @@ impl Drop for Mount {
 /// The arguments of the program, but for where the pool is mounted.
 fn arguments(records: &Path, pool: &RbdPool) -> Vec<OsString> {
     let keyring = pool.keyring.iter().flat_map(|file| [OsString::from("--keyring"), file.into()]);
+    let data = pool.data_pool.iter().flat_map(|name| [OsString::from("--data-pool"), name.into()]);
     let arguments: [OsString; 10] = [
         "--monitors".into(),
         (&pool.monitors).into(),
@@ -123,7 +124,7 @@ fn arguments(records: &Path, pool: &RbdPool) -> Vec<OsString> {
         "--run-dir".into(),
         records.into(),
     ];
-    keyring.chain(arguments).collect()
+    keyring.chain(data).chain(arguments).collect()
 }
 
 /// Unmounts what `vmseal-rbd` has mounted at a place, and waits until it has ended; else it is killed.
@@ -196,6 +197,17 @@ mod tests {
         ] {
             assert!(!serves(line), "{line}");
         }
+    }
+
+    #[test]
+    fn data_of_chunks_has_a_pool_of_its_own() {
+        let of = |pool: &RbdPool| {
+            let words = arguments(Path::new("/run"), pool).into_iter();
+            words.map(|it| it.into_string().unwrap()).collect::<Vec<_>>().join(" ")
+        };
+        assert!(!of(&pool()).contains("--data-pool"));
+        let coded = RbdPool { data_pool: Some("chunks".to_owned()), ..pool() };
+        assert!(of(&coded).contains("--data-pool chunks --monitors"), "{}", of(&coded));
     }
 
     #[test]

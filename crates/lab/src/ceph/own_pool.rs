@@ -1,9 +1,9 @@
-//! A pool that an experiment has for itself.
+//! A pool that an experiment has for itself, or one for each redundancy that it compares.
 //!
 //! ```text
-//!  lock the cluster ─► remove what a run has left that was killed ─► pool, user ─► (measure) ─► pool and user go ─► unlock
+//!  lock the cluster ─► remove what a run has left that was killed ─► pools, user ─► (measure) ─► pools and user go ─► unlock
 //! ```
-//! Nobody changes the cluster meanwhile, so there is one such pool at most, and one that is there before is nobody's.
+//! Nobody changes the cluster meanwhile, so there is one run with such pools at most, and one that is there before is nobody's.
 
 use std::path::Path;
 
@@ -19,21 +19,24 @@ use super::pools::{self, Pool};
 use super::processes;
 use super::progress::Progress;
 use super::record::Record;
-use super::redundancy::Redundancy;
+use super::redundancy::{Raid, Redundancy};
 use super::tools::{self, Tools};
 
-/// Its name.
+/// Its name; where there are several, what the names of all begin with.
 pub const NAME: &str = "vmseal-lab-run";
-/// The user that has rights for it, as docs/ceph.md gives them, and no others.
+/// The user that has rights for them, as docs/ceph.md gives them, and no others.
 const USER: &str = "client.vmseal-lab-run";
 /// Its copies: one host may fail, as on the vSAN of the documents.
 const COPIES: u32 = 2;
 
-/// A pool, until it is removed or dropped.
+/// How a client gets to a pool, with the redundancy that it is for, where redundancies are compared.
+pub type Access = (Option<Raid>, RbdPool);
+
+/// A pool, or several, until they are removed or dropped.
 #[derive(Debug)]
 pub struct OwnPool {
     layout: Layout,
-    access: RbdPool,
+    accesses: Vec<Access>,
     removed: bool,
     /// With the user's key.
     _home: TempDir,
@@ -59,6 +62,31 @@ pub fn usable<'a>(directory: Option<&'a Path>, experiment: &str) -> Result<&'a P
     }
 }
 
+/// Those of the redundancies that the cluster has OSDs for, and why the others are not measured.
+///
+/// # Errors
+/// There is no cluster, or its record cannot be read.
+pub fn fitting(
+    directory: &Path,
+    wanted: &[Raid],
+) -> Result<(Vec<Raid>, Option<String>), CephError> {
+    let layout = Layout::find(directory)?;
+    let Some(record) = Record::read(&layout)? else {
+        return Err(CephError::NoCluster { directory: directory.to_owned() });
+    };
+    let osds = record.osds.len();
+    let fits = |raid: &Raid| raid.redundancy().osds() as usize <= osds;
+    let (fitting, others): (Vec<Raid>, Vec<Raid>) = wanted.iter().copied().partition(fits);
+    let why = |raid: Raid| {
+        let (needed, at) = (raid.redundancy().osds(), directory.display());
+        format!(
+            "{raid} needs {needed} OSDs and the cluster has {osds}: vmseal lab ceph up --osds {needed} --directory {at}"
+        )
+    };
+    let reasons: Vec<String> = others.into_iter().map(why).collect();
+    Ok((fitting, (!reasons.is_empty()).then(|| reasons.join("; "))))
+}
+
 /// Finds that the cluster in a directory is whole and runs.
 fn check(directory: &Path) -> Result<(), CephError> {
     let layout = Layout::find(directory)?;
@@ -79,47 +107,62 @@ fn check(directory: &Path) -> Result<(), CephError> {
 }
 
 impl OwnPool {
-    /// Makes it in a cluster that runs, and waits until it can be used.
+    /// Makes it in a cluster that runs, or one for each of `raids`, and waits until all can be used.
     ///
     /// # Errors
     /// [`CephError`]; then nothing of it stays, unless the cluster does not answer.
-    pub fn make(directory: &Path, observe: &mut dyn FnMut(&Progress)) -> Result<Self, CephError> {
+    pub fn make(
+        directory: &Path,
+        raids: &[Raid],
+        observe: &mut dyn FnMut(&Progress),
+    ) -> Result<Self, CephError> {
         let layout = Layout::find(directory)?;
         let lock = layout.lock()?;
         let Some(record) = Record::read(&layout)? else {
             return Err(CephError::NoCluster { directory: directory.to_owned() });
         };
-        let refused = |why| CephError::Pool { pool: NAME.to_owned(), why };
-        let redundancy = Redundancy::new(Some(COPIES), None, None).map_err(refused)?;
-        let pool = Pool { name: NAME.to_owned(), redundancy };
+        let pools = pools_for(raids)?;
         let temporary = std::env::temp_dir();
         // For this user alone.
         let home = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&temporary);
         let home = home.map_err(|source| CephError::File { path: temporary, source })?;
-        let access = access(&record, home.path());
-        let this = Self { layout, access, removed: false, _home: home, _lock: lock };
+        let access =
+            |(raid, pool): &(Option<Raid>, Pool)| (*raid, access(&record, pool, home.path()));
+        let accesses = pools.iter().map(access).collect();
+        let this = Self { layout, accesses, removed: false, _home: home, _lock: lock };
         this.clear()?;
-        pools::ensure(&this.layout, &pool, record.osds.len(), observe)?;
+        for (_, pool) in &pools {
+            pools::ensure(&this.layout, pool, record.osds.len(), observe)?;
+        }
         pools::wait_clean(&this.layout, &record.daemons(), observe)?;
         this.make_user()?;
         Ok(this)
     }
 
-    /// How a client gets to it.
+    /// How a client gets to each of them, in the order in which they were asked for.
     #[must_use]
-    pub fn access(&self) -> &RbdPool {
-        &self.access
+    pub fn accesses(&self) -> &[Access] {
+        &self.accesses
+    }
+
+    /// The processes that keep the data of the cluster's pools.
+    #[must_use]
+    pub fn osds(&self) -> Vec<u32> {
+        let is_osd = |process: &processes::Process| matches!(process.daemon, Daemon::Osd(_));
+        let running = processes::running(&self.layout).into_iter().filter(is_osd);
+        running.filter_map(|process| u32::try_from(process.pid).ok()).collect()
     }
 
     fn make_user(&self) -> Result<(), CephError> {
-        let rights = format!("profile rbd pool={NAME}");
+        let rights = rights(self.accesses.iter().map(|(_, pool)| pool));
         let make = ["auth", "get-or-create", USER, "mon", "profile rbd", "osd", &rights];
-        let keyring = self.access.keyring.as_ref().map(|file| file.display().to_string());
+        let first = self.accesses.first().and_then(|(_, pool)| pool.keyring.as_ref());
+        let keyring = first.map(|file| file.display().to_string());
         let to: Vec<_> = keyring.iter().flat_map(|file| ["-o", file.as_str()]).collect();
         Tools { layout: &self.layout }.ceph(&[&make[..], &to[..]].concat())
     }
 
-    /// Removes the pool with all that is in it, and the user.
+    /// Removes the pools with all that is in them, and the user.
     ///
     /// # Errors
     /// [`CephError`]; the next run tries it again.
@@ -131,8 +174,25 @@ impl OwnPool {
     fn clear(&self) -> Result<(), CephError> {
         let tools = Tools { layout: &self.layout };
         let dump: OsdDump = tools.ask(&["osd", "dump"])?;
-        if dump.pools.iter().any(|it| it.pool_name == NAME) {
-            tools.ceph(&["osd", "pool", "rm", NAME, NAME, "--yes-i-really-really-mean-it"])?;
+        let is_there = |name: &str| dump.pools.iter().any(|it| it.pool_name == name);
+        for pool in every_pool()? {
+            let metadata = pool.metadata();
+            for Pool { name, .. } in [Some(&pool), metadata.as_ref()].into_iter().flatten() {
+                if is_there(name) {
+                    tools.ceph(&[
+                        "osd",
+                        "pool",
+                        "rm",
+                        name,
+                        name,
+                        "--yes-i-really-really-mean-it",
+                    ])?;
+                }
+            }
+            if metadata.is_some() && is_there(&pool.name) {
+                // Ceph makes a rule for a pool of chunks, and leaves it.
+                tools.ceph(&["osd", "crush", "rule", "rm", &pool.name])?;
+            }
         }
         // One that is not there is no error.
         tools.ceph(&["auth", "rm", USER])
@@ -148,15 +208,44 @@ impl Drop for OwnPool {
     }
 }
 
-/// How a client gets to the pool: by the monitor's address, and by the key in a directory.
-fn access(record: &Record, home: &Path) -> RbdPool {
+/// The pools for these redundancies; without any the one that other experiments have.
+fn pools_for(raids: &[Raid]) -> Result<Vec<(Option<Raid>, Pool)>, CephError> {
+    if raids.is_empty() {
+        let refused = |why| CephError::Pool { pool: NAME.to_owned(), why };
+        let redundancy = Redundancy::new(Some(COPIES), None, None).map_err(refused)?;
+        return Ok(vec![(None, Pool { name: NAME.to_owned(), redundancy })]);
+    }
+    let pool = |raid: &Raid| {
+        let name = format!("{NAME}-{raid}");
+        (Some(*raid), Pool { name, redundancy: raid.redundancy() })
+    };
+    Ok(raids.iter().map(pool).collect())
+}
+
+/// All that a run may have left.
+fn every_pool() -> Result<Vec<Pool>, CephError> {
+    let all = pools_for(&[])?.into_iter().chain(pools_for(&Raid::ALL)?);
+    Ok(all.map(|(_, pool)| pool).collect())
+}
+
+/// The rights for these pools, as docs/ceph.md gives them.
+fn rights<'a>(pools: impl Iterator<Item = &'a RbdPool>) -> String {
+    let names = pools.flat_map(|pool| [Some(&pool.pool), pool.data_pool.as_ref()]).flatten();
+    names.map(|name| format!("profile rbd pool={name}")).collect::<Vec<_>>().join(", ")
+}
+
+/// How a client gets to a pool: by the monitor's address, and by the key in a directory. Images are in the pool beside one of
+/// chunks, their data in that.
+fn access(record: &Record, pool: &Pool, home: &Path) -> RbdPool {
+    let metadata = pool.metadata();
+    let data_pool = metadata.is_some().then(|| pool.name.clone());
     RbdPool {
         monitors: format!("v2:{}/0", record.listen),
         user: USER.to_owned(),
         keyring: Some(home.join("keyring")),
-        pool: NAME.to_owned(),
+        pool: metadata.map_or_else(|| pool.name.clone(), |metadata| metadata.name),
         namespace: None,
-        data_pool: None,
+        data_pool,
         messenger: match record.messenger {
             arguments::Messenger::Crc => Messenger::Crc,
             arguments::Messenger::Secure => Messenger::Secure,
@@ -199,9 +288,49 @@ mod tests {
     fn clients_get_to_the_pool_as_a_datastore_does() {
         let mut record = Record::new(&UpArguments::default()).unwrap();
         record.messenger = arguments::Messenger::Secure;
-        let access = access(&record, Path::new("/x"));
+        let usual = pools_for(&[]).unwrap();
+        let access = access(&record, &usual[0].1, Path::new("/x"));
         access.check().unwrap();
         assert_eq!(access.monitors, format!("v2:{}/0", record.listen));
         assert_eq!((access.messenger, &*access.pool), (Messenger::Secure, NAME));
+        assert_eq!((usual[0].0, access.data_pool), (None, None));
+    }
+
+    #[test]
+    fn data_of_raid_6_are_in_a_pool_of_chunks_and_its_names_beside_it() {
+        let record = Record::new(&UpArguments::default()).unwrap();
+        let both = pools_for(&Raid::ALL).unwrap();
+        let of = |at: usize| access(&record, &both[at].1, Path::new("/x"));
+        let (raid1, raid6) = (of(0), of(1));
+        raid6.check().unwrap();
+        assert_eq!((&*raid1.pool, raid1.data_pool.clone()), ("vmseal-lab-run-raid1", None));
+        assert_eq!(raid6.pool, "vmseal-lab-run-raid6-metadata");
+        assert_eq!(raid6.data_pool.as_deref(), Some("vmseal-lab-run-raid6"));
+        assert_eq!(
+            rights([&raid1, &raid6].into_iter()),
+            "profile rbd pool=vmseal-lab-run-raid1, profile rbd pool=vmseal-lab-run-raid6-metadata, \
+             profile rbd pool=vmseal-lab-run-raid6"
+        );
+        let names: Vec<_> = every_pool().unwrap().into_iter().map(|pool| pool.name).collect();
+        assert_eq!(names, [NAME, "vmseal-lab-run-raid1", "vmseal-lab-run-raid6"]);
+    }
+
+    #[test]
+    fn a_redundancy_that_takes_more_osds_is_told_with_the_command_that_makes_them() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let of = |osds| {
+            let record =
+                Record::new(&UpArguments { osds: Some(osds), ..UpArguments::default() }).unwrap();
+            record.write(&layout).unwrap();
+            fitting(place.path(), &Raid::ALL).unwrap()
+        };
+        assert_eq!(of(6), (Raid::ALL.to_vec(), None));
+        let (fitting, why) = of(3);
+        assert_eq!(fitting, [Raid::Raid1]);
+        let (why, at) = (why.unwrap(), place.path().display());
+        let command = format!("vmseal lab ceph up --osds 6 --directory {at}");
+        assert!(why.contains("raid6 needs 6 OSDs") && why.contains(&command), "{why}");
+        assert!(!why.contains("raid1"), "{why}");
     }
 }

@@ -65,10 +65,7 @@ pub fn ensure(
         )));
     }
     let tools = Tools { layout };
-    let metadata = pool.redundancy.of_metadata().map(|redundancy| {
-        let name = format!("{}-metadata", pool.name);
-        Pool { name, redundancy }
-    });
+    let metadata = pool.metadata();
     let dump: OsdDump = tools.ask(&["osd", "dump"])?;
     let mut made = false;
     for pool in [Some(pool), metadata.as_ref()].into_iter().flatten() {
@@ -92,6 +89,12 @@ pub fn ensure(
 }
 
 impl Pool {
+    /// The pool beside one of chunks, which has the names and headers of images.
+    pub(super) fn metadata(&self) -> Option<Self> {
+        let redundancy = self.redundancy.of_metadata()?;
+        Some(Self { name: format!("{}-metadata", self.name), redundancy })
+    }
+
     /// The profile of its chunks.
     fn profile(&self) -> Option<String> {
         match self.redundancy {

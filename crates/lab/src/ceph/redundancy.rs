@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// The most copies that Ceph keeps of an object.
 const SIZE_MAX: u32 = 10;
 /// The copies of a pool of which nothing else is said.
@@ -85,6 +87,47 @@ pub enum Redundancy {
         /// How many must be there for I/O to go on.
         min_size: u32,
     },
+}
+
+/// What outlives two failures, by the names that storage policies have for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Raid {
+    /// Three copies.
+    Raid1,
+    /// Four data chunks and two coding chunks.
+    Raid6,
+}
+
+impl Raid {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Raid1, Self::Raid6];
+
+    /// As pools of Ceph have it, with the copies or chunks that Ceph itself wants for I/O to go on.
+    #[must_use]
+    pub fn redundancy(self) -> Redundancy {
+        match self {
+            Self::Raid1 => Redundancy::Copies { size: 3, min_size: usual(3) },
+            Self::Raid6 => {
+                Redundancy::Chunks { erasure: Erasure { data: 4, coding: 2 }, min_size: 5 }
+            }
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn level(self) -> u64 {
+        match self {
+            Self::Raid1 => 1,
+            Self::Raid6 => 6,
+        }
+    }
+}
+
+impl fmt::Display for Raid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "raid{}", self.level())
+    }
 }
 
 impl Redundancy {
@@ -203,6 +246,20 @@ mod tests {
             assert_eq!(metadata.osds() - 1, erasure.coding);
         }
         assert_eq!(Redundancy::new(None, None, None).unwrap().of_metadata(), None);
+    }
+
+    #[test]
+    fn both_raids_outlive_two_failures_and_are_named_as_in_files() {
+        for raid in Raid::ALL {
+            let lost = match raid.redundancy() {
+                Redundancy::Copies { size, .. } => size - 1,
+                Redundancy::Chunks { erasure, .. } => erasure.coding,
+            };
+            assert_eq!(lost, 2, "{raid}");
+            assert_eq!(serde_json::to_value(raid).unwrap(), raid.to_string());
+        }
+        assert_eq!(Raid::Raid1.redundancy(), Redundancy::new(None, None, None).unwrap());
+        assert_eq!(Raid::Raid6.redundancy(), chunks("4+2", None).unwrap());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
 //! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
 
+mod loads;
 mod migration;
 
 use std::collections::BTreeMap;
@@ -9,9 +10,10 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::loads::LoadSpec;
 pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::ceph::redundancy::Raid;
 use crate::goals::{Metric, Relation};
-use crate::load::{Direction, Order};
 use crate::statistics::VALUES_MAX;
 use crate::storage::Storage;
 use crate::systems::{LIBRBD_SYSTEMS, MORE_SYSTEMS, SYSTEMS, Transport};
@@ -30,11 +32,6 @@ const MANY: u32 = 16;
 const DELAY_MAX_US: u64 = 10_000_000;
 /// The longest measurement of one cell, in seconds.
 const SECONDS_MAX: f64 = 3600.0;
-/// The largest block, in bytes: the load generator's; and the most requests in flight.
-const BLOCK_MAX: u32 = vmseal_initiator::BLOCK_MAX;
-const DEPTH_MAX: u16 = 256;
-/// Every load's block is a multiple of this.
-const BLOCK_UNIT: u32 = 4096;
 
 /// Why a definition cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -148,24 +145,11 @@ pub struct DiskMatrix {
     /// How many CPU-bound threads share the server's core.
     #[serde(default = "none")]
     pub neighbours: Vec<u32>,
+    /// How pools of Ceph keep the disks; without it, in two copies.
+    #[serde(default)]
+    pub redundancy: Vec<Raid>,
     /// The loads.
     pub loads: Vec<LoadSpec>,
-}
-
-/// A load as a file has it.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LoadSpec {
-    /// Its name in goals and results.
-    pub id: String,
-    /// The order of its blocks.
-    pub order: Order,
-    /// What its requests do.
-    pub direction: Direction,
-    /// Bytes of a request.
-    pub block: u32,
-    /// Requests in flight.
-    pub depth: u16,
 }
 
 fn one() -> Vec<u32> {
@@ -332,9 +316,10 @@ pub struct Check {
     pub measure: Metric,
     /// The system above the line.
     pub numerator: String,
-    /// The system below the line.
-    pub denominator: String,
-    /// On which side of the value the ratio must be.
+    /// The system below the line; none where the value is of the other one alone, in the measure's unit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub denominator: Option<String>,
+    /// On which side of the value the ratio, or what is found alone, must be.
     pub relation: Relation,
     /// The value.
     pub value: f64,
@@ -425,15 +410,29 @@ impl Definition {
         }
     }
 
+    /// The redundancies that are compared; none but on Ceph.
+    #[must_use]
+    pub fn redundancy(&self) -> &[Raid] {
+        match &self.matter {
+            Matter::Disk(matrix, _) => &matrix.redundancy,
+            Matter::Operation(..) | Matter::Migration(..) => &[],
+        }
+    }
+
     /// The keys of the matrix that a point can be told by, with their values.
     fn axes(&self) -> BTreeMap<&'static str, Vec<u64>> {
         let wide = |values: &[u32]| values.iter().map(|value| u64::from(*value)).collect();
         match &self.matter {
-            Matter::Disk(matrix, _) => BTreeMap::from([
-                ("disks", wide(&matrix.disks)),
-                ("delay_us", matrix.delay_us.clone()),
-                ("neighbours", wide(&matrix.neighbours)),
-            ]),
+            Matter::Disk(matrix, _) => {
+                let levels: Vec<u64> = matrix.redundancy.iter().map(|raid| raid.level()).collect();
+                let redundancy = (!levels.is_empty()).then_some(("redundancy", levels));
+                let axes = [
+                    ("disks", wide(&matrix.disks)),
+                    ("delay_us", matrix.delay_us.clone()),
+                    ("neighbours", wide(&matrix.neighbours)),
+                ];
+                axes.into_iter().chain(redundancy).collect()
+            }
             Matter::Operation(matrix, _) => BTreeMap::from([
                 ("size_mib", matrix.size_mib.clone()),
                 ("at_once", wide(&matrix.at_once)),
@@ -531,6 +530,12 @@ impl Checked<'_> {
         self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
         self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
         let on_ceph = steps.storage == Storage::Ceph;
+        if let Some(first) = matrix.redundancy.first() {
+            self.axis("matrix.redundancy", &matrix.redundancy, (Raid::Raid1, Raid::Raid6))?;
+            if !on_ceph {
+                return self.refuse("matrix.redundancy", first, "only on `ceph`");
+            }
+        }
         let others = matrix
             .systems
             .iter()
@@ -546,18 +551,7 @@ impl Checked<'_> {
             let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`";
             return self.refuse("matrix.systems", other, allowed);
         }
-        self.range("number of matrix.loads", matrix.loads.len(), (1, AXIS_MAX))?;
-        for (at, load) in matrix.loads.iter().enumerate() {
-            self.id("matrix.loads.id", &load.id)?;
-            if matrix.loads[..at].iter().any(|other| other.id == load.id) {
-                return self.refuse("matrix.loads.id", &load.id, "each name once");
-            }
-            self.range("matrix.loads.block", load.block, (BLOCK_UNIT, BLOCK_MAX))?;
-            if !load.block.is_power_of_two() {
-                return self.refuse("matrix.loads.block", load.block, "a power of two");
-            }
-            self.range("matrix.loads.depth", load.depth, (1, DEPTH_MAX))?;
-        }
+        self.loads(&matrix.loads)?;
         self.range("steps.cuts", steps.cuts, (1, 100))?;
         self.range("steps.places", steps.places, (1, 100))?;
         for (key, extent) in [("steps.small", steps.small), ("steps.full", steps.full)] {
@@ -635,13 +629,17 @@ impl Checked<'_> {
         self.range("number of claim.checks", claim.checks.len(), (0, AXIS_MAX))?;
         for check in &claim.checks {
             known("claim.checks.numerator", &check.numerator)?;
-            known("claim.checks.denominator", &check.denominator)?;
-            if check.numerator == check.denominator && check.beside.is_empty() {
-                return self.refuse(
-                    "claim.checks.denominator",
-                    &check.denominator,
-                    "another system",
-                );
+            let alone = check.denominator.is_none() && !check.beside.is_empty();
+            if let Some((axis, value)) = check.beside.first_key_value().filter(|_| alone) {
+                let key = format!("claim.checks.beside.{axis}");
+                return self.refuse(&key, value, "with a denominator");
+            }
+            if let Some(denominator) = &check.denominator {
+                let key = "claim.checks.denominator";
+                known(key, denominator)?;
+                if check.numerator == *denominator && check.beside.is_empty() {
+                    return self.refuse(key, denominator, "another system");
+                }
             }
             if !definition.measures.contains(&check.measure) {
                 let found = format!("{:?}", check.measure);
@@ -747,6 +745,39 @@ pub(super) mod tests {
             assert!(found.contains(expected), "{found}\nnot: {expected}");
             assert!(found.contains("mine.toml"), "{found}");
         }
+    }
+
+    #[test]
+    fn redundancies_are_compared_on_ceph_and_a_value_alone_has_nothing_beside() {
+        let good = include_str!("../../../../bench/experiments/h.toml");
+        let parsed = parse(Path::new("h.toml"), good).unwrap();
+        assert_eq!(parsed.redundancy(), Raid::ALL);
+        assert_eq!(parsed.axes()["redundancy"], [1, 6]);
+        let axis = "redundancy = [\"raid1\", \"raid6\"]";
+        for (from, to, expected) in [
+            (axis, "redundancy = [\"raid6\", \"raid6\"]", "raid6 is not allowed: each value once"),
+            (
+                axis,
+                "redundancy = [\"raid5\"]",
+                "unknown variant `raid5`, expected `raid1` or `raid6`",
+            ),
+            ("storage = \"ceph\"", "storage = \"memory\"", "raid1 is not allowed: only on `ceph`"),
+            (
+                "beside = { redundancy = 1 }",
+                "beside = { redundancy = 5 }",
+                "beside.redundancy: 5 is not allowed: a value of matrix.redundancy",
+            ),
+            (
+                "denominator = \"vmseal-encrypted\"\n",
+                "",
+                "claim.checks.beside.redundancy: 1 is not allowed: with a denominator",
+            ),
+        ] {
+            let found = refused_of(good, from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
+        }
+        let of = |text| parse(Path::new("mine.toml"), text).unwrap().redundancy().to_vec();
+        assert_eq!(of(include_str!("../../../../bench/experiments/v6.toml")), []);
     }
 
     #[test]

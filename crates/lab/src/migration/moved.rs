@@ -47,6 +47,8 @@ impl Moved {
             // With a client a part of it is for what it asks.
             cpu_per_gib: (self.served.is_none())
                 .then(|| self.spent.cpu.as_nanos() as f64 * GIB / self.sent as f64),
+            storage_cpu_per_io: None,
+            times: None,
             neighbour: None,
             served: self.served.clone(),
         }

@@ -460,6 +460,8 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         client_busy: f64::NAN,
         others_busy: f64::NAN,
         cpu_per_gib: None,
+        storage_cpu_per_io: None,
+        times: None,
         neighbour: None,
         served: None,
     }

@@ -132,8 +132,14 @@ fn arguments(
     let direction = match (workload.order, workload.direction) {
         (Order::Random, Direction::Read) => "randread",
         (Order::Random, Direction::Write) => "randwrite",
+        (Order::Random, Direction::Mixed(_)) => "randrw",
         (Order::Sequential, Direction::Read) => "read",
         (Order::Sequential, Direction::Write) => "write",
+        (Order::Sequential, Direction::Mixed(_)) => "rw",
+    };
+    let mixed = match workload.direction {
+        Direction::Mixed(reads) => Some(format!("--rwmixread={reads}")),
+        Direction::Read | Direction::Write => None,
     };
     let fixed = [
         "--name=load",
@@ -160,7 +166,7 @@ fn arguments(
         // Never 0, which fio replaces.
         format!("--randseed={}", seed.saturating_add(1)),
     ];
-    fixed.into_iter().map(str::to_owned).chain(chosen).collect()
+    fixed.into_iter().map(str::to_owned).chain(chosen).chain(mixed).collect()
 }
 
 /// A process that is ended when this is dropped.
@@ -237,18 +243,21 @@ fn parse(text: &str, direction: Direction) -> Result<(u64, Duration, Histogram<u
             io::Error::from_raw_os_error(job.error as i32)
         ));
     }
-    let side = match direction {
-        Direction::Read => &job.read,
-        Direction::Write => &job.write,
+    let sides = match direction {
+        Direction::Read => &[&job.read][..],
+        Direction::Write => &[&job.write],
+        Direction::Mixed(_) => &[&job.read, &job.write],
     };
-    if side.total_ios == 0 || side.runtime == 0 || side.lat_ns.bins.is_empty() {
-        return Err("no request ended within the measured time".to_owned());
-    }
+    let requests = sides.iter().map(|side| side.total_ios).sum();
+    let runtime = sides.iter().map(|side| side.runtime).max().unwrap_or_default();
     let mut latency = load::latencies();
-    for (nanoseconds, count) in &side.lat_ns.bins {
+    for (nanoseconds, count) in sides.iter().flat_map(|side| &side.lat_ns.bins) {
         latency.saturating_record_n(*nanoseconds, *count);
     }
-    Ok((side.total_ios, Duration::from_millis(side.runtime), latency))
+    if requests == 0 || runtime == 0 || latency.is_empty() {
+        return Err("no request ended within the measured time".to_owned());
+    }
+    Ok((requests, Duration::from_millis(runtime), latency))
 }
 
 #[cfg(test)]
@@ -285,6 +294,8 @@ mod tests {
         assert_eq!((latency.len(), latency.value_at_quantile(0.5)), (4, 1003));
         // Above what is recorded, it is the highest that is.
         assert!(latency.max() >= 60_000_000_000, "{}", latency.max());
+        let mixed = parse(&printed(0, 4), Direction::Mixed(20)).unwrap();
+        assert_eq!((mixed.0, mixed.1, mixed.2.len()), (4, Duration::from_millis(2002), 4));
         let none = parse(&printed(0, 4), Direction::Read).unwrap_err();
         assert!(none.contains("no request ended"), "{none}");
     }
@@ -325,6 +336,9 @@ mod tests {
         let read =
             Workload { order: Order::Sequential, direction: Direction::Read, depth: 1, ..LOAD };
         assert!(told(&read).contains(&"--rw=read".to_owned()));
+        let mixed = told(&Workload { direction: Direction::Mixed(70), ..LOAD });
+        assert!(mixed.contains(&"--rw=randrw".to_owned()), "{mixed:?}");
+        assert!(mixed.contains(&"--rwmixread=70".to_owned()), "{mixed:?}");
     }
 
     #[test]

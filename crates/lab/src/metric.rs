@@ -1,0 +1,259 @@
+//! What of the measurements is compared and shown.
+
+use serde::{Deserialize, Serialize};
+
+use crate::idle::{IDLE, Idle};
+use crate::outcome::{Cell, Times};
+
+/// The metric that is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Metric {
+    /// Requests per second.
+    Iops,
+    /// Bytes per second.
+    Throughput,
+    /// The server's CPU time for a request, in nanoseconds.
+    CpuPerIo,
+    /// The median time of a request, in nanoseconds.
+    P50,
+    /// What 99 of 100 requests do not exceed, in nanoseconds.
+    P99,
+    /// What 95 of 100 requests do not exceed, in nanoseconds.
+    P95,
+    /// The mean time of a request, in nanoseconds.
+    Mean,
+    /// The mean time of a read, in nanoseconds.
+    ReadMean,
+    /// The median time of a read, in nanoseconds.
+    ReadP50,
+    /// What 95 of 100 reads do not exceed, in nanoseconds.
+    ReadP95,
+    /// The mean time of a write, in nanoseconds.
+    WriteMean,
+    /// The median time of a write, in nanoseconds.
+    WriteP50,
+    /// What 95 of 100 writes do not exceed, in nanoseconds.
+    WriteP95,
+    /// The 95th percentile of the latency by the mean.
+    P95ByMean,
+    /// The mean time of a read by that of a write.
+    ReadByWrite,
+    /// The CPU time of the storage below the server for a request, in nanoseconds.
+    StorageCpuPerIo,
+    /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of a
+    /// migration, how long the guest stood still, or the longest that a client waited for its answer.
+    Gap,
+    /// The server's own memory, in bytes.
+    Memory,
+    /// The server's CPU time for a second without work, in nanoseconds.
+    IdleCpu,
+    /// How often the server woke up in a second without work.
+    IdleWakeups,
+    /// The work of CPU-bound neighbours in a second.
+    Neighbour,
+    /// How long an operation takes, in seconds.
+    Seconds,
+    /// How much an operation reads of the disks, in bytes.
+    ReadBytes,
+    /// The CPU time of a migration for a GiB of memory, in nanoseconds.
+    CpuPerGib,
+    /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
+    Spread,
+    /// The requests of a client that a guest answers in a second before it moves.
+    RequestsBefore,
+    /// Those while it moves.
+    RequestsDuring,
+    /// Those afterwards.
+    RequestsAfter,
+}
+
+impl Metric {
+    /// Its name, for people.
+    #[must_use]
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Iops => "requests per second",
+            Self::Throughput => "throughput",
+            Self::CpuPerIo => "CPU time of a request",
+            Self::P50 => "median latency",
+            Self::P99 => "latency, 99th percentile",
+            Self::P95 => "latency, 95th percentile",
+            Self::Mean => "mean latency",
+            Self::ReadMean => "mean latency of reads",
+            Self::ReadP50 => "median latency of reads",
+            Self::ReadP95 => "latency of reads, 95th percentile",
+            Self::WriteMean => "mean latency of writes",
+            Self::WriteP50 => "median latency of writes",
+            Self::WriteP95 => "latency of writes, 95th percentile",
+            Self::P95ByMean => "95th percentile by mean",
+            Self::ReadByWrite => "mean latency of reads by writes",
+            Self::StorageCpuPerIo => "CPU time of the storage for a request",
+            Self::Gap => "longest gap between requests",
+            Self::Memory => "memory of the server",
+            Self::IdleCpu => "CPU time without work",
+            Self::IdleWakeups => "wake-ups without work",
+            Self::Neighbour => "work of a neighbour",
+            Self::Seconds => "time",
+            Self::ReadBytes => "bytes read",
+            Self::CpuPerGib => "CPU time for a GiB of memory",
+            Self::Spread => "99th percentile by median",
+            Self::RequestsBefore => "requests per second before",
+            Self::RequestsDuring => "requests per second meanwhile",
+            Self::RequestsAfter => "requests per second afterwards",
+        }
+    }
+
+    /// The values of a system under a load, with their rounds. Rounds in which no request was of the kind that a measure is
+    /// about are left out.
+    #[must_use]
+    pub fn of(
+        self,
+        cells: &[Cell],
+        idle: &[Idle],
+        system: &str,
+        workload: &str,
+    ) -> Vec<(u32, f64)> {
+        let (all_cells, all_idle) = (cells, idle);
+        let cells = |value: fn(&Cell) -> f64| {
+            let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
+            all_cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
+        };
+        let idle = |value: fn(&Idle) -> f64| {
+            let wanted = |idle: &&Idle| idle.system == system && workload == IDLE;
+            all_idle.iter().filter(wanted).map(|idle| (idle.round, value(idle))).collect()
+        };
+        let times = |value: fn(&Times) -> Option<f64>| {
+            let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
+            let value = |cell: &Cell| Some((cell.round, value(cell.times.as_ref()?)?));
+            all_cells.iter().filter(wanted).filter_map(value).collect()
+        };
+        match self {
+            Self::Iops => cells(|cell| cell.iops),
+            Self::Throughput => cells(|cell| cell.throughput),
+            Self::CpuPerIo => cells(|cell| cell.cpu_per_io),
+            Self::P50 => cells(|cell| cell.p50),
+            Self::P99 => cells(|cell| cell.p99),
+            Self::P95 => times(|it| Some(it.all.p95)),
+            Self::Mean => times(|it| Some(it.all.mean)),
+            Self::ReadMean => times(|it| Some(it.reads?.mean)),
+            Self::ReadP50 => times(|it| Some(it.reads?.p50)),
+            Self::ReadP95 => times(|it| Some(it.reads?.p95)),
+            Self::WriteMean => times(|it| Some(it.writes?.mean)),
+            Self::WriteP50 => times(|it| Some(it.writes?.p50)),
+            Self::WriteP95 => times(|it| Some(it.writes?.p95)),
+            Self::P95ByMean => times(|it| Some(it.all.p95 / it.all.mean)),
+            Self::ReadByWrite => times(|it| Some(it.reads?.mean / it.writes?.mean)),
+            Self::StorageCpuPerIo => cells(|cell| cell.storage_cpu_per_io.unwrap_or(f64::NAN)),
+            Self::Gap => cells(|cell| cell.gap),
+            Self::Memory => cells(|cell| cell.memory),
+            Self::Neighbour => cells(|cell| cell.neighbour.unwrap_or(f64::NAN)),
+            Self::Seconds => cells(|cell| cell.seconds),
+            Self::ReadBytes => cells(|cell| cell.read_bytes),
+            Self::CpuPerGib => cells(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN)),
+            Self::Spread => cells(|cell| cell.p99 / cell.p50),
+            Self::RequestsBefore => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.before))
+            }
+            Self::RequestsDuring => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.during))
+            }
+            Self::RequestsAfter => {
+                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after))
+            }
+            Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
+            Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
+        }
+    }
+
+    pub(crate) fn is_a_rate(self) -> bool {
+        matches!(self, Self::Iops | Self::Throughput)
+    }
+
+    /// How it is shown: the size of its unit, the number of decimals, and the unit's name.
+    pub(crate) fn unit(self) -> (f64, usize, &'static str) {
+        match self {
+            Self::Iops => (1e3, 1, "kIOPS"),
+            Self::Throughput => (1e6, 0, "MB/s"),
+            Self::CpuPerIo
+            | Self::StorageCpuPerIo
+            | Self::P50
+            | Self::P95
+            | Self::P99
+            | Self::Mean
+            | Self::ReadMean
+            | Self::ReadP50
+            | Self::ReadP95
+            | Self::WriteMean
+            | Self::WriteP50
+            | Self::WriteP95 => (1e3, 2, "µs"),
+            Self::Gap => (1e6, 2, "ms"),
+            Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
+            Self::Neighbour => (1e6, 1, "M/s"),
+            Self::Seconds => (1.0, 3, "s"),
+            Self::CpuPerGib => (1e9, 2, "s/GiB"),
+            Self::Spread | Self::P95ByMean | Self::ReadByWrite => (1.0, 2, "times"),
+            Self::RequestsBefore | Self::RequestsDuring | Self::RequestsAfter => (1.0, 0, "per s"),
+            Self::IdleCpu => (1.0, 0, "ns/s"),
+            Self::IdleWakeups => (1.0, 1, "per s"),
+        }
+    }
+
+    /// A value with its unit, for people.
+    #[must_use]
+    pub fn show(self, value: f64) -> String {
+        let (one, decimals, unit) = self.unit();
+        format!("{:.decimals$} {unit}", value / one)
+    }
+
+    /// An interval with its unit, for people.
+    #[must_use]
+    pub fn show_interval(self, interval: &Interval) -> String {
+        let (one, decimals, unit) = self.unit();
+        format!("{} {unit}", interval.show(|value| format!("{:.decimals$}", value / one)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::goals::tests::cell;
+    use crate::outcome::RequestTimes;
+
+    #[test]
+    fn reads_and_writes_are_measured_apart_where_there_were_any() {
+        let of = |mean: f64| RequestTimes { mean, p50: mean * 0.5, p95: mean * 2.0 };
+        let with = |round, reads, writes| Cell {
+            times: Some(Times { all: of(3e6), reads, writes }),
+            storage_cpu_per_io: Some(7e3),
+            ..cell(round, "ours", "w", 100.0)
+        };
+        let cells = [with(0, Some(of(1e6)), Some(of(4e6))), with(1, None, Some(of(5e6)))];
+        let values = |metric: Metric| metric.of(&cells, &[], "ours", "w");
+        assert_eq!(values(Metric::ReadMean), [(0, 1e6)], "no read in the second round");
+        assert_eq!(values(Metric::ReadP50), [(0, 0.5e6)]);
+        assert_eq!(values(Metric::ReadP95), [(0, 2e6)]);
+        assert_eq!(values(Metric::WriteMean), [(0, 4e6), (1, 5e6)]);
+        assert_eq!(values(Metric::WriteP50), [(0, 2e6), (1, 2.5e6)]);
+        assert_eq!(values(Metric::WriteP95), [(0, 8e6), (1, 10e6)]);
+        assert_eq!(values(Metric::ReadByWrite), [(0, 0.25)]);
+        assert_eq!(values(Metric::P95ByMean), [(0, 2.0), (1, 2.0)]);
+        assert_eq!((values(Metric::Mean)[0], values(Metric::P95)[0]), ((0, 3e6), (0, 6e6)));
+        assert_eq!(values(Metric::StorageCpuPerIo), [(0, 7e3), (1, 7e3)]);
+        assert_eq!(Metric::WriteMean.of(&cells, &[], "theirs", "w"), []);
+        assert_eq!(Metric::ReadMean.show(1.5e6), "1500.00 µs");
+    }
+
+    #[test]
+    fn files_name_measures_so() {
+        for (name, metric) in [
+            ("p95_by_mean", Metric::P95ByMean),
+            ("read_mean", Metric::ReadMean),
+            ("write_p95", Metric::WriteP95),
+            ("read_by_write", Metric::ReadByWrite),
+            ("storage_cpu_per_io", Metric::StorageCpuPerIo),
+        ] {
+            assert_eq!(serde_json::to_value(metric).unwrap(), name);
+        }
+    }
+}
