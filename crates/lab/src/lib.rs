@@ -30,6 +30,7 @@ pub mod goals;
 pub mod idle;
 mod installation;
 pub mod load;
+mod luks1;
 pub mod machine;
 pub mod metric;
 pub mod migration;
@@ -48,6 +49,7 @@ pub mod statistics;
 pub mod stop;
 pub mod storage;
 pub mod subject;
+pub mod system_error;
 pub mod systems;
 pub mod tables;
 

@@ -11,7 +11,7 @@ use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
 use crate::clock::{self, ProcessClock};
 use crate::pattern::Pattern;
 use crate::stop;
-use crate::systems::SystemError;
+use crate::system_error::SystemError;
 
 /// Latencies are recorded from 1 ns to a minute with two significant digits: finer than the noise of a run.
 const LATENCY_MAX: u64 = 60_000_000_000;

@@ -12,7 +12,7 @@ use crate::computed_limit::ComputedLimitError;
 use crate::idle::Idle;
 use crate::load::{Latencies, LoadError, Workload};
 use crate::stop::Stopped;
-use crate::systems::SystemError;
+use crate::system_error::SystemError;
 
 /// What was measured at one point.
 #[derive(Debug)]

@@ -18,14 +18,12 @@ use nix::mount::{MntFlags, umount2};
 use nix::unistd::geteuid;
 use vmseal_secret::{KEK_LEN, MemoryError, SecretBytes};
 
-use super::daemon::Daemon;
+use super::daemon::{BLOCK_SERVER, Daemon};
 use super::error::CephError;
 use super::layout::{self, Layout};
 use super::tools;
-use crate::systems::luks_image::{FORMAT, FORMAT_ATTEMPTS};
+use crate::luks1::{FORMAT, FORMAT_ATTEMPTS};
 
-/// The program that serves a block.
-pub const SERVER: &str = "qemu-storage-daemon";
 /// The program that formats LUKS.
 const IMAGE_TOOL: &str = "qemu-img";
 /// The program that mounts and unmounts for users other than root.
@@ -52,17 +50,17 @@ pub fn check() -> Result<(), CephError> {
             "{FUSE} cannot be opened ({error}); the kernel needs FUSE, and the user the right to use it"
         ));
     }
-    let mut help = Command::new(SERVER);
+    let mut help = Command::new(BLOCK_SERVER);
     help.arg("--help").stdin(Stdio::null());
     match String::from_utf8_lossy(&tools::run(help)?).contains("]fuse,") {
         true => Ok(()),
-        false => refused(format!("{SERVER} was built without exports over FUSE")),
+        false => refused(format!("{BLOCK_SERVER} was built without exports over FUSE")),
     }
 }
 
 /// The first program that is not in a search path, with Debian's package of it.
 fn missing(path: &OsStr, root: bool) -> Option<(&'static str, &'static str)> {
-    let all = [(IMAGE_TOOL, "qemu-utils"), (SERVER, "qemu-system-common")];
+    let all = [(IMAGE_TOOL, "qemu-utils"), (BLOCK_SERVER, "qemu-system-common")];
     let helper = (!root).then_some((MOUNT_HELPER, "fuse3"));
     all.into_iter().chain(helper).find(|(program, _)| !tools::is_in(path, program))
 }
@@ -128,7 +126,7 @@ pub fn make_place(layout: &Layout, id: usize) -> Result<(), CephError> {
 #[must_use]
 pub fn server(layout: &Layout, id: usize) -> Command {
     let stored = option(&layout.store(Daemon::Block(id)));
-    let mut command = Command::new(SERVER);
+    let mut command = Command::new(BLOCK_SERVER);
     command
         .args(["--object", &secret(layout, id)])
         // As the other systems that are measured have it, and as BlueStore opens a file of its own.
@@ -222,7 +220,7 @@ mod tests {
         let command = server(&layout, 3);
         let words: Vec<_> =
             command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
-        assert_eq!(command.get_program(), SERVER);
+        assert_eq!(command.get_program(), BLOCK_SERVER);
         assert_eq!(
             words,
             [
@@ -302,8 +300,8 @@ mod tests {
         let path = place.path().as_os_str();
         assert_eq!(missing(path, true), Some((IMAGE_TOOL, "qemu-utils")));
         fs::write(place.path().join(IMAGE_TOOL), "").unwrap();
-        assert_eq!(missing(path, true), Some((SERVER, "qemu-system-common")));
-        fs::write(place.path().join(SERVER), "").unwrap();
+        assert_eq!(missing(path, true), Some((BLOCK_SERVER, "qemu-system-common")));
+        fs::write(place.path().join(BLOCK_SERVER), "").unwrap();
         assert_eq!(missing(path, true), None);
         assert_eq!(missing(path, false), Some((MOUNT_HELPER, "fuse3")));
     }

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::block;
+/// The program that serves the block of an encrypted OSD.
+pub const BLOCK_SERVER: &str = "qemu-storage-daemon";
 
 /// A daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,7 +26,7 @@ impl Daemon {
             Self::Monitor => "ceph-mon",
             Self::Manager => "ceph-mgr",
             Self::Osd(_) => "ceph-osd",
-            Self::Block(_) => block::SERVER,
+            Self::Block(_) => BLOCK_SERVER,
         }
     }
 

@@ -15,7 +15,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::block;
-use super::daemon::Daemon;
+use super::daemon::{BLOCK_SERVER, Daemon};
 use super::error::CephError;
 use super::layout::Layout;
 use super::tools;
@@ -73,7 +73,7 @@ fn process(pid: i32, line: &[u8], layout: &Layout) -> Option<Process> {
         words.get(at + 1).copied()
     };
     let program = Path::new(words.first()?).file_name()?.to_str()?;
-    if program == block::SERVER {
+    if program == BLOCK_SERVER {
         let daemon = Daemon::Block(block::osd_of(layout, after("--export")?)?);
         return Some(Process { daemon, pid, makes: false });
     }
