@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::idle::{IDLE, Idle};
 use crate::outcome::{Cell, Times};
+use crate::statistics::Interval;
 
 /// The metric that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
