@@ -244,7 +244,8 @@ fn last_lines(log: &Path, from: u64) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use vmseal_api::datastore::Messenger;
-    use vmseal_api::new_pools::{FailureDomain, NewPools};
+    use vmseal_api::failure_domain::FailureDomain;
+    use vmseal_api::new_pools::NewPools;
     use vmseal_api::redundancy::Layout;
 
     use super::*;

@@ -256,7 +256,7 @@ mod tests {
         fixture.made("other", "plain").await;
         let mut write = fixture.store.write().await.unwrap();
         let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
-        policy.redundancy = Redundancy { failures: 1, layout: None };
+        policy.redundancy = Redundancy { failures: 1, ..Redundancy::default() };
         policies::set(&mut write, &policy).await.unwrap();
         write.commit().await.unwrap();
 
