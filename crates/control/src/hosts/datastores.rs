@@ -58,27 +58,34 @@ impl DatastoreMonitor {
     /// Measures all datastores of the host once. A missing answer changes nothing.
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
-        let (mut raised, mut changed) = (Vec::new(), Vec::new());
+        let (mut raised, mut changed, mut keys) = (Vec::new(), Vec::new(), Vec::new());
         for datastore in here {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools } = &condition {
+            if let DatastoreCondition::Available { usage, pools, mounted_key } = &condition {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;
                 if news || has_changed(datastore.usage, *usage) {
                     changed.push((datastore.id, *usage, news.then(|| pools.clone())));
                 }
+                if datastore.on(self.host).is_some_and(|on| on.mounted_key != *mounted_key) {
+                    keys.push((datastore.id, mounted_key.clone()));
+                }
             }
             raised.extend(self.judge(&datastore, condition));
         }
-        if !changed.is_empty() {
+        if !changed.is_empty() || !keys.is_empty() {
             let mut write = self.store.write().await?;
             for (datastore, usage, pools) in changed {
                 store::datastores::set_usage(&mut write, datastore, usage).await?;
                 if let Some(pools) = pools {
                     store::datastores::set_pools(&mut write, datastore, &pools).await?;
                 }
+            }
+            for (datastore, key) in keys {
+                let key = key.as_deref();
+                store::datastores::set_mounted_key(&mut write, datastore, self.host, key).await?;
             }
             write.commit().await?;
         }
