@@ -247,8 +247,7 @@ async fn offer_pool_key(State(agent): State<Agent>, request: Body) -> Answer<Res
 }
 
 async fn remount_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
-    agent.remount_datastore(body(request).await?).await?;
-    done()
+    json(&agent.remount_datastore(body(request).await?).await?)
 }
 
 async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {

@@ -351,7 +351,7 @@ impl HostAgent for RealHost {
         Ok(())
     }
 
-    async fn remount_datastore(&self, remount: Remount) -> Result<(), Problem> {
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
         spawn_blocking(move || remount::remount(&remount.datastore.location, remount.only_try))
             .await
             .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?

@@ -539,7 +539,7 @@ impl HostAgent for SimulatedHost {
         self.call(Call::OfferPoolKey, |inside| inside.hold_pool_key(offered))
     }
 
-    async fn remount_datastore(&self, remount: Remount) -> Result<(), Problem> {
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
         self.call(Call::RemountDatastore, |inside| inside.remount(&remount))
     }
 

@@ -47,7 +47,7 @@ impl Inside {
         self.mounted_keys.get(location.path()).cloned()
     }
 
-    pub fn remount(&mut self, remount: &Remount) -> Result<(), Problem> {
+    pub fn remount(&mut self, remount: &Remount) -> Result<Option<String>, Problem> {
         let location = &remount.datastore.location;
         if location.pool().is_none() {
             return Err(not_a_pool(location.path()));
@@ -58,7 +58,7 @@ impl Inside {
             let fingerprint = pool_key_fingerprint(key).map_err(|error| internal(&error))?;
             self.mounted_keys.insert(location.path().to_owned(), fingerprint);
         }
-        Ok(())
+        Ok(self.mounted_key(location))
     }
 }
 

@@ -40,12 +40,13 @@ const DEATH_MILLISECONDS: u16 = 5000;
 /// The name of the program, as the kernel has it of its processes (`comm`).
 const PROGRAM: &str = "vmseal-rbd";
 
-/// Has another process serve a pool, once the cluster has taken what that is to connect with. With `only_try` nothing is changed. Blocks.
+/// Has another process serve a pool, once the cluster has taken what that is to connect with. With `only_try` nothing is changed. Returns
+/// the fingerprint of the key that the mount uses, where the server has given it. Blocks.
 ///
 /// # Errors
 /// `unreachable` where the cluster refuses that or does not answer: the pool stays mounted as it is. `wrong-state` for a directory, or
 /// where it is not known which process serves the pool. Those of [`pool::mount`] after that one has ended.
-pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<(), Problem> {
+pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<String>, Problem> {
     let DatastoreLocation::Rbd { path, pool } = location else {
         return Err(not_a_pool(location.path()));
     };
@@ -56,14 +57,15 @@ pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<(), Probl
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     try_to_connect((program, run_dir), path, pool, key.as_deref())?;
     if only_try {
-        return Ok(());
+        return Ok(pool::mounted_key(location));
     }
     if pool::is_mounted(path) {
         let told = pool::mounted(path).ok_or_else(|| unknown(path))?;
         end(path, told.process, || pool::mounted(path).as_ref() == Some(&told))?;
         tracing::info!(path = %path.display(), process = told.process, "what served a pool has ended");
     }
-    pool::start_and_wait(program, run_dir, path, pool, key.as_deref())
+    pool::start_and_wait(program, run_dir, path, pool, key.as_deref())?;
+    Ok(pool::mounted_key(location))
 }
 
 /// A directory has no process.

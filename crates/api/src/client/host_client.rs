@@ -200,8 +200,8 @@ impl HostAgent for HostClient {
         self.command_with(Method::PUT, "datastores/key", &offered).await
     }
 
-    async fn remount_datastore(&self, remount: Remount) -> Result<(), Problem> {
-        self.command_with(Method::POST, "datastores/remount", &remount).await
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
+        self.call(self.request(Method::POST, "datastores/remount").json(&remount)).await
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use sqlx::SqliteConnection;
-use vmseal_api::datastore::{DatastoreCondition, Remount};
+use vmseal_api::datastore::Remount;
 use vmseal_api::host::Power;
 use vmseal_api::host::version::REMOUNT_POOLS;
 use vmseal_api::id::VmId;
@@ -46,8 +46,7 @@ pub async fn remount(
         detail: format!("on host '{}': {}", on.host_name, problem.detail),
         ..problem
     };
-    let (spec, only_try) = (datastore.spec(on), dry_run);
-    let remount = Remount { datastore: spec.clone(), only_try };
+    let remount = Remount { datastore: datastore.spec(on), only_try: dry_run };
     if dry_run {
         agent.remount_datastore(remount).await.map_err(here)?;
         return Ok(Outcome::Planned(plan(&datastore, on, &standing_still)));
@@ -56,12 +55,7 @@ pub async fn remount(
         let key = pool_keys::held(&services.store, &services.data_dir, &datastore).await?;
         pool_keys::give(&services.store, &*agent, &datastore.name, on, &key).await.map_err(here)?;
     }
-    agent.remount_datastore(remount).await.map_err(here)?;
-    // It is mounted: what the host does not say now, it says when it is measured next.
-    let mounted_key = match agent.measure_datastore(spec).await {
-        Ok(DatastoreCondition::Available { mounted_key, .. }) => mounted_key,
-        _ => None,
-    };
+    let mounted_key = agent.remount_datastore(remount).await.map_err(here)?;
     let mut write = services.store.write().await?;
     let key = mounted_key.as_deref();
     datastores::set_mounted_key(&mut write, datastore.id, on.host, key).await?;
