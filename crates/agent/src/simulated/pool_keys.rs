@@ -72,4 +72,13 @@ impl SimulatedHost {
     pub fn pool_key(&self, path: &Path) -> Option<Vec<u8>> {
         self.inside().agent.pool_keys.get(path).map(|key| key.expose().to_vec())
     }
+
+    /// Sets which key the mount of a pool uses: none is that of an earlier version, which does not say it.
+    pub fn set_mounted_key(&self, path: &Path, fingerprint: Option<&str>) {
+        let mut inside = self.inside();
+        match fingerprint {
+            Some(key) => drop(inside.mounted_keys.insert(path.to_owned(), key.to_owned())),
+            None => drop(inside.mounted_keys.remove(path)),
+        }
+    }
 }

@@ -181,7 +181,7 @@ mod tests {
             std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
             let keyring = pool().keyring.filter(|_| key.is_none());
             let asked = RbdPool { keyring, ..pool() };
-            try_to_connect((&program, directory.path()), &place, &asked, key)
+            try_to_connect((program.as_path(), directory.path()), &place, &asked, key)
         };
         let refused = try_it("#!/bin/sh\necho $1 no permission >&2\nexit 1\n", None).unwrap_err();
         assert_eq!(refused.code, ErrorCode::Unreachable);

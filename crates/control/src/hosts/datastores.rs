@@ -247,6 +247,20 @@ mod tests {
         assert!(fixture.alarms().await.contains(&"datastore-wrong local".to_owned()));
     }
 
+    #[tokio::test]
+    async fn the_key_that_a_mount_uses_is_noted_as_its_host_says_it() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        for key in [Some("11111111"), Some("22222222"), None] {
+            fixture.agent.set_mounted_key(std::path::Path::new("/ceph"), key);
+            watch.round().await.unwrap();
+            let mut read = fixture.store.read().await.unwrap();
+            let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+            assert_eq!(known.hosts[0].mounted_key.as_deref(), key);
+        }
+    }
+
     /// A pool that keeps so many copies, and goes on with one less.
     fn mirrored(copies: u32) -> Vec<PoolFacts> {
         let layout = PoolLayout::Mirroring { copies, copies_min: copies - 1 };

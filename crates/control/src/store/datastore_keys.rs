@@ -7,7 +7,7 @@ use vmseal_api::id::DatastoreId;
 use super::StoreError;
 
 /// The key of a datastore.
-#[derive(Clone, Debug, FromRow)]
+#[derive(FromRow)]
 pub struct Kept {
     /// The key, wrapped.
     pub wrapped: String,
