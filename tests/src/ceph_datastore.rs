@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::ceph::{Cluster, said};
@@ -96,16 +96,7 @@ impl CephInstallation {
     /// The process that serves the pool, if one does.
     #[must_use]
     pub fn server(&self) -> Option<i32> {
-        let mounted = self.mounted.to_str().unwrap();
-        let is_it = |pid: &i32| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let mut words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
-            words.next().is_some_and(|name| name.ends_with(b"vmseal-rbd"))
-                && words.any(|word| word == mounted.as_bytes())
-        };
-        let processes = std::fs::read_dir("/proc").unwrap().flatten();
-        let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        pids.find(is_it)
+        server_at(&self.mounted)
     }
 
     /// Kills the process that serves the pool.
@@ -135,13 +126,28 @@ impl CephInstallation {
     }
 }
 
+/// The process that serves the pool which is mounted there, if one does.
+#[must_use]
+pub fn server_at(mounted: &Path) -> Option<i32> {
+    let mounted = mounted.to_str().unwrap();
+    let is_it = |pid: &i32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let mut words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+        words.next().is_some_and(|name| name.ends_with(b"vmseal-rbd"))
+            && words.any(|word| word == mounted.as_bytes())
+    };
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.find(is_it)
+}
+
 impl Drop for CephInstallation {
     fn drop(&mut self) {
         // Before its directory is removed: nothing of the pool is to be removed with it.
         let here = self.here.path("");
         let mounts = std::fs::read_to_string("/proc/mounts").unwrap_or_default();
         let places = mounts.lines().filter_map(|line| line.split(' ').nth(1));
-        for place in places.filter(|place| std::path::Path::new(place).starts_with(&here)) {
+        for place in places.filter(|place| Path::new(place).starts_with(&here)) {
             let _ = Command::new("umount").arg("--lazy").arg(place).status();
         }
         using(self.here.path("").as_path()).into_iter().for_each(kill_hard);

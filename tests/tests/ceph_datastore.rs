@@ -3,10 +3,10 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use vmseal_tests::ceph::{is_installed, said};
-use vmseal_tests::ceph_datastore::{CephInstallation, Options};
+use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{
     MARKER, count, read_marker_of_disk, stop_counting, write_marker,
 };
@@ -17,9 +17,10 @@ use vmseal_tests::shell_guest::{booted, image};
 
 const VM: &str = "web";
 
-/// A running guest on the pool, with the marker on its disk.
-fn started(here: &Installation) -> Console {
-    let disk = format!("datastore=ceph,format=raw,image={},size=64MiB", image().unwrap().display());
+/// A running guest on the pool of a datastore, with the marker on its disk.
+fn started(here: &Installation, datastore: &str) -> Console {
+    let image = image().unwrap();
+    let disk = format!("datastore={datastore},format=raw,image={},size=64MiB", image.display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk];
     let card = ["--nic", "user,mac=52:54:0a:00:02:0f", "--memory", "192MiB"];
     here.vmseal(&[&create[..], &card].concat()).unwrap();
@@ -54,7 +55,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     let here = &bench.here;
     let shown = here.vmseal(&["datastore", "list"]).unwrap();
     assert!(shown.contains("rbd:vmseal"), "{shown}");
-    let mut console = started(here);
+    let mut console = started(here, "ceph");
     is_ciphertext(&bench);
 
     // What serves the images dies under load: a filter ends with it, and others go on.
@@ -105,6 +106,8 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     bench.is_empty();
     objects(&bench);
     redundancy(&bench);
+    failure_domain(&bench);
+    keys(&bench);
 }
 
 /// Images are cut into objects as a policy asks, and stay so.
@@ -189,6 +192,118 @@ fn redundancy(bench: &CephInstallation) {
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "2"]);
     here.wait_no_alarm("web", "less-redundant").unwrap();
     here.vmseal(&["vm", "delete", "web"]).unwrap();
+}
+
+/// Policies ask for what copies are kept apart on. In this cluster all OSDs are on one host.
+fn failure_domain(bench: &CephInstallation) {
+    let here = &bench.here;
+    let apart = ["--encrypt", "--failure-domain", "host"];
+    here.vmseal(&[&["policy", "create", "apart"], &apart[..]].concat()).unwrap();
+    let create = |datastore: &str| {
+        let disk = format!("datastore={datastore},size=16MiB");
+        here.try_vmseal(&["vm", "create", "apart", "--policy", "apart", "--disk", &disk]).unwrap()
+    };
+    let near = "pool 'vmseal' keeps each copy in another osd, not in another host";
+    for (datastore, why) in [("local", "a directory"), ("ceph", near)] {
+        let refused = said(&create(datastore));
+        assert!(
+            refused.contains("each copy in another host") && refused.contains(why),
+            "{refused}"
+        );
+    }
+    here.vmseal(&["policy", "set", "apart", "--failure-domain", "osd"]).unwrap();
+    let created = create("ceph");
+    assert!(created.status.success(), "{}", said(&created));
+    // What it asks for later has it run on, with an alarm.
+    here.vmseal(&["policy", "set", "apart", "--failure-domain", "rack"]).unwrap();
+    let alarm = here.wait_alarm("apart", "less-redundant").unwrap();
+    assert!(alarm.contains("in another osd, not in another rack"), "{alarm}");
+    here.vmseal(&["policy", "set", "apart", "--failure-domain", "any"]).unwrap();
+    here.wait_no_alarm("apart", "less-redundant").unwrap();
+    here.vmseal(&["vm", "delete", "apart"]).unwrap();
+    bench.is_empty();
+}
+
+/// A keyring of a user of the cluster, who is made if he is not there.
+fn keyring_of(bench: &CephInstallation, user: &str) -> PathBuf {
+    let keyring = bench.here.path(user);
+    let caps = ["mon", "profile rbd", "osd", "profile rbd pool=vmseal"];
+    let to = ["-o", text(&keyring).unwrap()];
+    bench.cluster.ceph(&[&["auth", "get-or-create", user], &caps[..], &to].concat());
+    keyring
+}
+
+/// Another key of a user of the cluster, which does not know it yet: a keyring for `ceph auth import`.
+fn another_key(bench: &CephInstallation, user: &str) -> PathBuf {
+    let spare = std::fs::read_to_string(keyring_of(bench, "client.spare")).unwrap();
+    let keyring = bench.here.path("another");
+    let caps = "\tcaps mon = \"profile rbd\"\n\tcaps osd = \"profile rbd pool=vmseal\"\n";
+    let key = spare.lines().find(|line| line.trim().starts_with("key = ")).unwrap();
+    std::fs::write(&keyring, format!("[{user}]\n{key}\n{caps}")).unwrap();
+    keyring
+}
+
+/// The server changes the key of a pool, says which one the host uses, and the pool is mounted with it while a guest writes.
+fn keys(bench: &CephInstallation) {
+    let here = &bench.here;
+    let (user, place) = ("client.held", here.path("held"));
+    let made = bench.cluster.rbd(&["namespace", "create", "vmseal/held"]);
+    assert!(made.status.success(), "{}", said(&made));
+    let (keyring, monitors) = (keyring_of(bench, user), bench.cluster.monitors());
+    let mut add = vec!["datastore", "add", "held", "--host", "here", "--pool", "vmseal/held"];
+    add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
+    add.extend(["--key-file", text(&keyring).unwrap(), "--path", text(&place).unwrap()]);
+    here.vmseal(&add).unwrap();
+    let used = || {
+        let shown = here.json(&["datastore", "show", "held"]).unwrap();
+        let key = &shown["hosts"][0]["mounted_key"];
+        (key["fingerprint"].as_str().unwrap().to_owned(), key["current"].as_bool().unwrap())
+    };
+    let (first, is_current) = used();
+    assert!(is_current, "{first}");
+    let shown = here.vmseal(&["datastore", "show", "held"]).unwrap();
+    assert!(shown.contains(&format!("host 'here': {first} (current)")), "{shown}");
+    let mut console = started(here, "held");
+    count(&mut console);
+
+    // The server has the next key before the cluster does: the mount goes on, and is not given up for a key that is no good.
+    let another = another_key(bench, user);
+    here.vmseal(&["datastore", "set", "held", "--key-file", text(&another).unwrap()]).unwrap();
+    assert_eq!(used(), (first.clone(), false));
+    let server = server_at(&place);
+    assert!(server.is_some(), "nobody serves it");
+    for more in [&["--dry-run"][..], &[]] {
+        let refused = here.refused(&[&["datastore", "remount", "held"], more].concat()).unwrap();
+        assert!(refused.contains("stays mounted as it is"), "{refused}");
+    }
+    assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
+
+    bench.cluster.ceph(&["auth", "import", "-i", text(&another).unwrap()]);
+    let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
+    assert!(planned.contains("VM 'web': its guest waits for a second or two"), "{planned}");
+    assert_eq!(server_at(&place), server, "a dry run has ended it");
+    here.vmseal(&["datastore", "remount", "held"]).unwrap();
+    let (second, is_current) = used();
+    assert!(is_current && second != first, "{second}");
+    assert_ne!(server_at(&place), server);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
+    assert!(planned.contains("each host uses the key"), "{planned}");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    for word in [keyring, another] {
+        let keyring = std::fs::read_to_string(word).unwrap();
+        let key = keyring.lines().find_map(|line| line.trim().strip_prefix("key = ")).unwrap();
+        assert!(!bench.log().contains(key), "a key is in a log");
+    }
+
+    // A pool with a keyring on its host is mounted with what is in that now.
+    let server = bench.server();
+    here.vmseal(&["datastore", "remount", "ceph"]).unwrap();
+    assert!(bench.server().is_some() && bench.server() != server);
+    let refused = here.refused(&["datastore", "remount", "local"]).unwrap();
+    assert!(refused.contains("is a directory"), "{refused}");
 }
 
 /// What cannot be mounted says why, and nothing is added.

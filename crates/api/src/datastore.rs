@@ -191,6 +191,16 @@ pub struct SetDatastoreKey {
     pub key: SealedPassphrase,
 }
 
+/// Has another process serve a pool that a host has mounted, as when the one that does dies: with the key and the keyring of now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Remount {
+    /// The pool.
+    pub datastore: DatastoreSpec,
+    /// Only sees whether the cluster takes the key.
+    pub only_try: bool,
+}
+
 /// A datastore on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -199,6 +209,20 @@ pub struct DatastoreHost {
     pub host: String,
     /// Where it is on that host.
     pub location: DatastoreLocation,
+    /// The key that the host's mount of a pool uses, where the server holds the pool's key. None where the host has not said it: its agent
+    /// or what serves the pool there is of an earlier version, or it was not asked yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mounted_key: Option<MountedKey>,
+}
+
+/// The key that a mount of a pool uses.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct MountedKey {
+    /// Which one it is: eight hexadecimal digits that follow from the key, and from which it does not follow.
+    pub fingerprint: String,
+    /// Whether it is the one that the server holds now.
+    pub current: bool,
 }
 
 /// A step on the way to a datastore that two hosts share: whether both see the same files, and each sees the other's
@@ -261,6 +285,10 @@ pub enum DatastoreCondition {
         /// How the cluster keeps what is stored there: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         pools: Vec<PoolFacts>,
+        /// The fingerprint of the key that the mount of a pool uses, where the server gave it: none of a directory, or of a host of an
+        /// earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mounted_key: Option<String>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {

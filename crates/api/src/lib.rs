@@ -25,6 +25,7 @@ pub mod drain;
 pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
+pub mod failure_domain;
 pub mod filter;
 pub mod fingerprint;
 pub mod guest;

@@ -120,6 +120,9 @@ pub struct Datastore {
     /// Its room when last measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<DatastoreUsage>,
+    /// Which key of a pool's user the server holds, by its fingerprint; none where it holds none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
     /// How the cluster keeps what is stored in a pool of Ceph: the pool of names and headers, and that of data where it is another one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pools: Vec<PoolFacts>,

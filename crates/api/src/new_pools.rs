@@ -5,7 +5,20 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::failure_domain::FailureDomain;
 use crate::redundancy::{Layout, Redundancy};
+
+/// What pools can be made for. Agents that make pools know no others.
+const CHOICES: [FailureDomain; 5] = [
+    FailureDomain::Osd,
+    FailureDomain::Host,
+    FailureDomain::Rack,
+    FailureDomain::Room,
+    FailureDomain::Datacenter,
+];
+
+/// How these are told.
+const CHOICE: &str = "'osd', 'host', 'rack', 'room' or 'datacenter'";
 
 /// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where no failure domain is named.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,50 +31,18 @@ pub struct NewPools {
     /// How data is kept; none is mirroring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<Layout>,
-    /// What fails as one: each copy or part is in another one. None is what the cluster's usual rule says, which is a host unless its
-    /// administrator has chosen otherwise.
+    /// What fails as one: each copy or part is in another `osd`, `host`, `rack`, `room` or `datacenter`. None is what the cluster's usual rule
+    /// says, which is a host unless its administrator has chosen otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_domain: Option<FailureDomain>,
-}
-
-/// What fails as one, of the types that a cluster's map has from the beginning.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum FailureDomain {
-    /// A disk.
-    Osd,
-    /// A host.
-    Host,
-    /// A rack.
-    Rack,
-    /// A room.
-    Room,
-    /// A data centre.
-    Datacenter,
-}
-
-impl FailureDomain {
-    const ALL: [Self; 5] = [Self::Osd, Self::Host, Self::Rack, Self::Room, Self::Datacenter];
-
-    /// Its type in the cluster's map (CRUSH).
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Osd => "osd",
-            Self::Host => "host",
-            Self::Rack => "rack",
-            Self::Room => "room",
-            Self::Datacenter => "datacenter",
-        }
-    }
 }
 
 impl NewPools {
     /// What of it policies can ask for.
     #[must_use]
     pub fn redundancy(self) -> Redundancy {
-        Redundancy { failures: self.failures, layout: self.layout }
+        let Self { failures, layout, failure_domain } = self;
+        Redundancy { failures, layout, failure_domain }
     }
 
     /// Checks what can be checked without a cluster.
@@ -69,6 +50,9 @@ impl NewPools {
     /// # Errors
     /// What is wrong.
     pub fn check(self) -> Result<(), String> {
+        if self.failure_domain.is_some_and(|domain| !CHOICES.contains(&domain)) {
+            return Err(format!("pools are made for {CHOICE}"));
+        }
         self.redundancy().check()
     }
 
@@ -85,24 +69,20 @@ impl FromStr for NewPools {
 
     /// `NUMBER[,LAYOUT][,DOMAIN]`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let domain = |text: &str| FailureDomain::ALL.into_iter().find(|it| it.name() == text);
+        let domain = |text: &str| CHOICES.into_iter().find(|it| it.name() == text);
         let (asked, failure_domain) = match text.rsplit_once(',') {
             Some((asked, last)) if domain(last).is_some() => (asked, domain(last)),
             _ => (text, None),
         };
-        let unknown = |what: String| {
-            format!("{what}; behind that it is 'osd', 'host', 'rack', 'room' or 'datacenter'")
-        };
-        let Redundancy { failures, layout } = asked.parse::<Redundancy>().map_err(unknown)?;
+        let unknown = |what: String| format!("{what}; behind that it is {CHOICE}");
+        let Redundancy { failures, layout, .. } = asked.parse::<Redundancy>().map_err(unknown)?;
         Ok(Self { failures, layout, failure_domain })
     }
 }
 
 impl fmt::Display for NewPools {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.redundancy())?;
-        let domain = self.failure_domain.map(FailureDomain::name);
-        domain.map_or(Ok(()), |domain| write!(f, ", each copy in another {domain}"))
+        write!(f, "{}", self.redundancy())
     }
 }
 
@@ -122,6 +102,10 @@ mod tests {
         for wrong in ["", "rack", "1,rack,mirroring", "1,shelf", "4,host", "1,host,host"] {
             assert!(wrong.parse::<NewPools>().is_err(), "{wrong}");
         }
+        // What agents that make pools do not know.
+        let row = NewPools { failure_domain: Some(FailureDomain::Row), ..read };
+        assert!(row.check().unwrap_err().contains("'rack'"));
+        assert_eq!(read.check(), Ok(()));
         // As versions before have it.
         let old = serde_json::to_value(NewPools { failures: 1, ..NewPools::default() }).unwrap();
         assert_eq!(old, serde_json::json!({ "failures": 1 }));

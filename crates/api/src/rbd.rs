@@ -1,11 +1,30 @@
 //! The contract between `vmseal-rbd`, which serves the files of a pool of Ceph over FUSE, and those who use its files.
 
+use serde::{Deserialize, Serialize};
+
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
 pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
 
 /// The longest value of [`POOLS_ATTRIBUTE`], in bytes.
 pub const POOLS_MAX: usize = 4096;
+
+/// An extended attribute of the root directory: who serves it, and with which key; a [`Mounted`] in JSON. A `vmseal-rbd` of an earlier
+/// version has none.
+pub const MOUNTED_ATTRIBUTE: &str = "user.vmseal.mounted";
+
+/// The longest value of [`MOUNTED_ATTRIBUTE`], in bytes.
+pub const MOUNTED_MAX: usize = 512;
+
+/// Who serves a mount.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mounted {
+    /// The process.
+    pub process: u32,
+    /// The fingerprint of the key that it was given to connect with; none where it reads a keyring.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+}
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a
 /// [`crate::image_layout::ImageLayout`] in JSON.

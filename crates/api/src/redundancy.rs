@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::failure_domain::FailureDomain;
+
 /// The most failures that a policy can ask disks to outlive: those of vSphere's storage policies.
 pub const FAILURES_MAX: u8 = 3;
 
@@ -94,6 +96,25 @@ impl PoolFacts {
     pub fn failures(&self) -> u32 {
         self.layout.outlived().min(self.layout.served())
     }
+
+    /// Why copies that are kept apart on what the pool has are not kept apart on this; none if they are.
+    fn nearer_than(&self, asked: FailureDomain) -> Option<String> {
+        let (pool, domain) = (&self.pool, &self.failure_domain);
+        let part = match self.layout.kind() {
+            Layout::Mirroring => "copy",
+            Layout::ErasureCoding => "part",
+        };
+        let apart = format!("pool '{pool}' keeps each {part} in another {domain}");
+        match domain.parse::<FailureDomain>() {
+            Ok(domain) if domain >= asked => None,
+            Ok(_) => Some(format!("{apart}, not in another {}", asked.name())),
+            // A type of the administrator's own: where it stands among these is in his map alone.
+            Err(_) => Some(format!(
+                "{apart}, and whether that is another {}, too, is not known",
+                asked.name()
+            )),
+        }
+    }
 }
 
 impl fmt::Display for PoolFacts {
@@ -160,6 +181,10 @@ pub struct Redundancy {
     /// How the data is kept; none leaves it to the pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<Layout>,
+    /// On what copies and parts are kept apart at least: a pool that keeps them in other racks does for `host`, too. None leaves it to the
+    /// pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure_domain: Option<FailureDomain>,
 }
 
 impl Redundancy {
@@ -180,7 +205,7 @@ impl Redundancy {
         Ok(())
     }
 
-    /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`.
+    /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`. The failure domain is an option of its own.
     #[must_use]
     pub fn to_option(self) -> String {
         let layout = self.layout.map_or_else(String::new, |layout| format!(",{}", layout.name()));
@@ -199,6 +224,11 @@ impl Redundancy {
         if let Some(pool) = weak {
             return Some(format!("pool '{}' has {pool}", pool.pool));
         }
+        let asked = self.failure_domain;
+        let near = asked.and_then(|asked| pools.iter().find_map(|pool| pool.nearer_than(asked)));
+        if near.is_some() {
+            return near;
+        }
         let data = pools.last()?;
         let wanted = self.layout.filter(|layout| *layout != data.layout.kind())?;
         Some(format!("pool '{}' has {}, not {}", data.pool, data.layout, wanted.name()))
@@ -215,19 +245,23 @@ impl FromStr for Redundancy {
             None => (text, None),
         };
         let failures = failures.parse().map_err(|_| format!("'{failures}' is no number"))?;
-        let asked = Self { failures, layout };
+        let asked = Self { failures, layout, failure_domain: None };
         asked.check().map(|()| asked)
     }
 }
 
 impl fmt::Display for Redundancy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.failures {
-            0 => f.write_str("any number of failures")?,
-            1 => f.write_str("1 failure")?,
-            more => write!(f, "{more} failures")?,
-        }
-        self.layout.map_or(Ok(()), |layout| write!(f, ", {}", layout.name()))
+        let failures = match self.failures {
+            0 if self.is_nothing() => Some("any number of failures".to_owned()),
+            0 => None,
+            1 => Some("1 failure".to_owned()),
+            more => Some(format!("{more} failures")),
+        };
+        let layout = self.layout.map(|layout| layout.name().to_owned());
+        let apart = |domain: FailureDomain| format!("each copy in another {}", domain.name());
+        let parts = [failures, layout, self.failure_domain.map(apart)];
+        f.write_str(&parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -261,7 +295,7 @@ mod tests {
 
     #[test]
     fn what_a_policy_asks_for_is_compared_with_the_weaker_pool_and_the_layout_of_data() {
-        let asks = |failures, layout| Redundancy { failures, layout };
+        let asks = |failures, layout| Redundancy { failures, layout, failure_domain: None };
         let both = [mirrored(3, 2), coded(2, 1, 2)];
         assert_eq!(asks(1, Some(Layout::ErasureCoding)).lacking(&both), None);
         assert!(asks(1, Some(Layout::Mirroring)).lacking(&both).unwrap().contains("'ec'"));
@@ -271,6 +305,52 @@ mod tests {
         assert_eq!(asks(0, None).lacking(&weak), None);
         assert!(asks(1, None).lacking(&[]).unwrap().contains("not known"));
         assert_eq!(asks(0, None).lacking(&[]), None);
+    }
+
+    #[test]
+    fn copies_are_kept_apart_on_what_a_policy_names_or_on_more() {
+        let in_another = |domain: &str, facts: PoolFacts| {
+            let failure_domain = domain.to_owned();
+            PoolFacts { failure_domain, ..facts }
+        };
+        let asks = |domain| Redundancy { failure_domain: Some(domain), ..Redundancy::default() };
+        let (copies, parts) = (mirrored(3, 2), coded(2, 1, 2));
+        let racks = [in_another("rack", copies.clone()), in_another("rack", parts.clone())];
+        assert_eq!(asks(FailureDomain::Rack).lacking(&racks), None);
+        assert_eq!(asks(FailureDomain::Osd).lacking(&racks), None);
+        assert_eq!(
+            asks(FailureDomain::Row).lacking(&racks).unwrap(),
+            "pool 'vms' keeps each copy in another rack, not in another row"
+        );
+        // Both pools count.
+        let mixed = [in_another("rack", copies.clone()), in_another("host", parts)];
+        assert_eq!(
+            asks(FailureDomain::Rack).lacking(&mixed).unwrap(),
+            "pool 'ec' keeps each part in another host, not in another rack"
+        );
+        let own = [in_another("shelf", copies)];
+        assert!(asks(FailureDomain::Osd).lacking(&own).unwrap().contains("not known"));
+        assert!(asks(FailureDomain::Osd).lacking(&[]).unwrap().contains("a directory"));
+        // The number of failures is of these.
+        let both = Redundancy { failures: 2, ..asks(FailureDomain::Rack) };
+        assert!(both.lacking(&racks).unwrap().contains("failed racks"));
+    }
+
+    #[test]
+    fn what_a_policy_asks_for_is_said() {
+        let asks = |failures, layout, failure_domain| {
+            Redundancy { failures, layout, failure_domain }.to_string()
+        };
+        assert_eq!(asks(0, None, None), "any number of failures");
+        assert_eq!(asks(1, None, None), "1 failure");
+        assert_eq!(asks(0, None, Some(FailureDomain::Rack)), "each copy in another rack");
+        assert_eq!(
+            asks(2, Some(Layout::Mirroring), Some(FailureDomain::Host)),
+            "2 failures, mirroring, each copy in another host"
+        );
+        // Policies of earlier versions.
+        let old: Redundancy = serde_json::from_str(r#"{"failures":1}"#).unwrap();
+        assert_eq!(old, Redundancy { failures: 1, ..Redundancy::default() });
     }
 
     #[test]
@@ -294,10 +374,11 @@ mod tests {
             assert_eq!(layout.name().parse(), Ok(layout));
         }
         assert!("raid6".parse::<Layout>().is_err());
-        let asked = Redundancy { failures: 2, layout: Some(Layout::ErasureCoding) };
+        let layout = Some(Layout::ErasureCoding);
+        let asked = Redundancy { failures: 2, layout, failure_domain: None };
         assert_eq!("2,erasure-coding".parse(), Ok(asked));
         assert_eq!(asked.to_option(), "2,erasure-coding");
-        assert_eq!("1".parse(), Ok(Redundancy { failures: 1, layout: None }));
+        assert_eq!("1".parse(), Ok(Redundancy { failures: 1, ..Redundancy::default() }));
         for wrong in ["", "4", "-1", "one", "1,", "1,raid1", ",mirroring"] {
             assert!(wrong.parse::<Redundancy>().is_err(), "{wrong}");
         }

@@ -87,6 +87,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal datastore share nas --host host2 --dry-run",
     ),
     ("vmseal-nic-set", "Pull the cable of a network card:", "vmseal nic set web nic0 --link down"),
+    (
+        "vmseal-datastore-remount",
+        "See first whether the cluster takes the new key, and whose guests wait:",
+        "vmseal datastore remount ceph --dry-run",
+    ),
     ("vmseal-datastore-scan", "List images and their size:", "vmseal datastore scan fast -o csv"),
     (
         "vmseal-provider-add",

@@ -270,6 +270,7 @@ mod tests {
         ("disks[0].name", CREATE, "--disk (the 1st, name)"),
         ("downtime_milliseconds", "vmseal vm migrate web --downtime 1h", "--downtime"),
         ("downtime_milliseconds", "vmseal policy set p --downtime 1h", "--downtime"),
+        ("failure_domain", "vmseal policy set p --failure-domain rack", "--failure-domain"),
         ("fingerprint", "vmseal remote add r https://h:1", "--fingerprint"),
         ("format", EXPORT, "--format"),
         ("hardware.boot", CREATE, "--boot"),

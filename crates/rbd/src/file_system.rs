@@ -20,7 +20,7 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use vmseal_api::rbd::{ASK_WHOLE, WHOLE};
+use vmseal_api::rbd::{ASK_WHOLE, Mounted, WHOLE};
 
 use crate::answers::{Refuse, answer};
 use crate::cluster::{Cluster, Held};
@@ -60,6 +60,7 @@ pub struct FileSystem {
     cluster: Arc<Cluster>,
     /// The pool of names and headers, and that of data after it where it is another one.
     pools: Vec<String>,
+    mounted: Mounted,
     store: Arc<Store>,
     directories: Directories,
     open: OpenFiles,
@@ -108,14 +109,20 @@ const OPENED: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 impl FileSystem {
-    /// The file system of a store.
+    /// The file system of a store: its pools, and who serves it.
     #[must_use]
-    pub fn new(cluster: Arc<Cluster>, pools: Vec<String>, store: Store, locks: Arc<Locks>) -> Self {
+    pub fn new(
+        cluster: Arc<Cluster>,
+        (pools, mounted): (Vec<String>, Mounted),
+        store: Store,
+        locks: Arc<Locks>,
+    ) -> Self {
         let directories = Directories::new(Arc::clone(&store.pool));
         let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
         Self {
             cluster,
             pools,
+            mounted,
             rooms: Rooms::of(Arc::clone(&store.pool)),
             store: Arc::new(store),
             directories,

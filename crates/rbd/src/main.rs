@@ -24,17 +24,20 @@ use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::new_pools::NewPools;
+use vmseal_api::rbd::Mounted;
 use vmseal_rbd::cluster::{Access, Cluster, Pool, UserKey};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
 use vmseal_rbd::file_system::FileSystem;
 use vmseal_rbd::image::Layout;
+use vmseal_rbd::inode::Inode;
 use vmseal_rbd::library;
 use vmseal_rbd::locks::Locks;
 use vmseal_rbd::open_file::Store;
 use vmseal_rbd::predecessors::Predecessors;
 use vmseal_secret::cephx::CephxKey;
+use vmseal_secret::derive::pool_key_fingerprint;
 
 /// How many threads take requests: those that ask the cluster about names wait for the answer.
 const THREADS: usize = 4;
@@ -75,6 +78,10 @@ struct Options {
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
+    /// Only connect, and read what the root directory has: nothing is mounted, and nothing is written. It says whether the key and the
+    /// addresses are good
+    #[arg(long, conflicts_with = "create")]
+    check: bool,
     /// Where the process notes its address in the cluster
     #[arg(long, value_name = "DIRECTORY", default_value = "/run/vmseal-rbd")]
     run_dir: PathBuf,
@@ -96,6 +103,9 @@ fn main() -> ExitCode {
 fn run(options: Options) -> anyhow::Result<()> {
     nix::sys::prctl::set_dumpable(false).context("the process cannot be kept from being dumped")?;
     library::load()?;
+    if options.check {
+        return check(&options);
+    }
     let directory = options.directory.canonicalize_even_if_dead()?;
     let mut record = lock_record(&options.run_dir, &directory)?;
     let (connected, connection) = mpsc::channel();
@@ -116,6 +126,17 @@ fn run(options: Options) -> anyhow::Result<()> {
     }
     let served = serving.join();
     served.map_err(|_| anyhow!("the file system ended by a defect"))?
+}
+
+/// Connects as a mount would, and reads the root directory. Nobody else is disturbed: it takes no lock.
+fn check(options: &Options) -> anyhow::Result<()> {
+    let (cluster, _) = connect(options)?;
+    let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
+    Directories::new(pool)
+        .list(Inode::ROOT)
+        .with_context(|| format!("the pool '{}' cannot be read", options.pool))?;
+    tracing::info!(pool = options.pool, "the key is good");
+    Ok(())
 }
 
 /// Locks the record of the mount's processes.
@@ -150,19 +171,18 @@ fn mount_at(directory: &Path) -> anyhow::Result<OwnedFd> {
     Ok(fuse.into())
 }
 
-/// Connects, and serves what is mounted then.
-fn serve(
-    options: &Options,
-    predecessors: Vec<String>,
-    connected: &Sender<String>,
-    mount: &Receiver<OwnedFd>,
-) -> anyhow::Result<()> {
+/// Confines the thread and connects; says what a key was given that has a fingerprint.
+fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, Option<String>)> {
     let keyring = options.keyring.as_deref();
     let key = match keyring {
         Some(file) => UserKey::InFile(file.to_string_lossy().into_owned()),
         None => UserKey::Given(
             CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
         ),
+    };
+    let fingerprint = match &key {
+        UserKey::InFile(_) => None,
+        UserKey::Given(key) => Some(pool_key_fingerprint(&key.to_secret()?)?),
     };
     confinement::enter(keyring.unwrap_or(Path::new("/dev/null")))
         .context("the process cannot be confined")?;
@@ -172,9 +192,18 @@ fn serve(
         key,
         messenger: options.messenger,
     };
-    let cluster = Cluster::connect(&access)?;
-    // The library has a copy for as long as it is connected.
-    drop(access);
+    // The library has a copy of the key for as long as it is connected.
+    Ok((Cluster::connect(&access)?, fingerprint))
+}
+
+/// Connects, and serves what is mounted then.
+fn serve(
+    options: &Options,
+    predecessors: Vec<String>,
+    connected: &Sender<String>,
+    mount: &Receiver<OwnedFd>,
+) -> anyhow::Result<()> {
+    let (cluster, key) = connect(options)?;
     if let Some(asked) = options.create {
         create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
             .with_context(|| format!("the pool '{}' is not made", options.pool))?;
@@ -194,7 +223,8 @@ fn serve(
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let file_system = FileSystem::new(cluster, pools, store, locks);
+    let mounted = Mounted { process: std::process::id(), key };
+    let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);
     let Ok(fuse) = mount.recv() else { return Ok(()) };

@@ -182,6 +182,7 @@ async fn datastores_of_two_hosts_may_have_one_name() {
             host: other.id,
             host_name: other.name.clone(),
             location: known.hosts[0].location.clone(),
+            mounted_key: None,
         }],
         ..known.clone()
     };

@@ -18,6 +18,9 @@ const DISK_LABEL: &[u8] = b"vmseal key derivation from a disk v1";
 /// The same for what the server holds for a datastore.
 const DATASTORE_LABEL: &[u8] = b"vmseal datastore key v1";
 
+/// The same for what tells keys of pools apart.
+const POOL_KEY_FINGERPRINT_LABEL: &[u8] = b"vmseal pool key fingerprint v1";
+
 /// The same for the frames of a sealed file.
 const SEALED_FILE_LABEL: &[u8] = b"vmseal sealed file v1";
 
@@ -35,6 +38,9 @@ pub const KEY_ID_MAX: usize = 255;
 
 /// The length of a key for wrapping or authentication, in bytes.
 pub const DERIVED_LEN: usize = 32;
+
+/// The length of the fingerprint of a pool's key, in bytes: people compare it, and a pool has had a few keys.
+const FINGERPRINT_LEN: usize = 4;
 
 /// The length of a check value, in bytes: 128 bits tell any two keys apart, and reveal none.
 pub const CHECK_LEN: usize = 16;
@@ -144,6 +150,17 @@ pub fn datastore_wrapping_key(
     datastore: [u8; 16],
 ) -> Result<SecretBytes, DeriveError> {
     hkdf_sha256(&[], authority.expose(), &fields(&[DATASTORE_LABEL, &datastore]), DERIVED_LEN)
+}
+
+/// Says to people which key of a pool it is, as hexadecimal digits that follow from the key (base64). Public: a key has 128 random bits or
+/// more, so that it cannot be found by trying.
+///
+/// # Errors
+/// [`DeriveError`]: AWS-LC refused, or there is no memory.
+pub fn pool_key_fingerprint(key: &SecretBytes) -> Result<String, DeriveError> {
+    let info = fields(&[POOL_KEY_FINGERPRINT_LABEL]);
+    let derived = hkdf_sha256(&[], key.expose(), &info, FINGERPRINT_LEN)?;
+    Ok(derived.expose().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Every field with its length before it, so that no two contexts have the same encoding.
@@ -420,6 +437,16 @@ mod tests {
         );
         assert_ne!(tpm_key(&dek, [0x34; 16]).unwrap().expose(), key.expose());
         assert!(matches!(tpm_key(&kek(), [0x33; 16]), Err(DeriveError::DekLength(32))));
+    }
+
+    /// The value comes from another implementation (Python's hmac) and the written format.
+    #[test]
+    fn the_fingerprint_of_a_pools_key_is_that_of_the_written_format() {
+        let key = |text: &str| SecretBytes::from_wiped(&mut text.as_bytes().to_vec()).unwrap();
+        let one = key("AQAAAAAAAAAAABAABwcHBwcHBwcHBwcHBwcHBw==");
+        assert_eq!(pool_key_fingerprint(&one).unwrap(), "eac94fe2");
+        let other = key("AQAAAAAAAAAAABAACAgICAgICAgICAgICAgICA==");
+        assert_ne!(pool_key_fingerprint(&other).unwrap(), pool_key_fingerprint(&one).unwrap());
     }
 
     #[test]

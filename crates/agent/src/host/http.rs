@@ -105,6 +105,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/examine-disk", post(examine_disk))
         .route("/v1/datastores/share", post(share_datastore))
         .route("/v1/datastores/key", put(offer_pool_key))
+        .route("/v1/datastores/remount", post(remount_datastore))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/datastores/survey", post(survey_datastore))
@@ -243,6 +244,10 @@ async fn share_datastore(State(agent): State<Agent>, request: Body) -> Answer<Re
 async fn offer_pool_key(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     agent.offer_pool_key(body(request).await?).await?;
     done()
+}
+
+async fn remount_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    json(&agent.remount_datastore(body(request).await?).await?)
 }
 
 async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {

@@ -28,8 +28,8 @@ use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PoolKey, PowerOff, ReceiveJob, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
-    StateChange, VmChange, VmSpec,
+    OtherKey, PoolKey, PowerOff, ReceiveJob, Remount, SealedKey, ShareDataKeys, Sharing,
+    ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -64,6 +64,7 @@ use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
 use crate::storage::pool;
 use crate::storage::pool_keys;
+use crate::storage::remount;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::timed;
@@ -348,6 +349,12 @@ impl HostAgent for RealHost {
         let key = self.shared.key_box.open_pool_key(&offered)?;
         pool_keys::hold(offered.path, key);
         Ok(())
+    }
+
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
+        spawn_blocking(move || remount::remount(&remount.datastore.location, remount.only_try))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {

@@ -15,8 +15,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PoolKey, Power, PowerOff, SealedKey,
-    ShareDataKeys, Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PoolKey, Power, PowerOff, Remount,
+    SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -157,9 +157,10 @@ impl Inside {
 
     fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
         let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
+        let mounted_key = self.mounted_key(&spec.location);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools }
+            DatastoreCondition::Available { usage, pools, mounted_key }
         };
         if let Some(free) = self.free {
             return available(free);
@@ -536,6 +537,10 @@ impl HostAgent for SimulatedHost {
 
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
         self.call(Call::OfferPoolKey, |inside| inside.hold_pool_key(offered))
+    }
+
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
+        self.call(Call::RemountDatastore, |inside| inside.remount(&remount))
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

@@ -20,6 +20,8 @@ pub enum Call {
     ShareDatastore,
     /// `offer_pool_key`
     OfferPoolKey,
+    /// `remount_datastore`
+    RemountDatastore,
     /// `examine_disk`
     ExamineDisk,
     /// `measure_datastore`

@@ -325,6 +325,8 @@ struct Inside {
     free: Option<u64>,
     /// How a cluster keeps what is stored in its pools.
     pools: Vec<PoolFacts>,
+    /// The fingerprints of the keys that mounts of pools use, by their places: these outlive agents.
+    mounted_keys: BTreeMap<PathBuf, String>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
@@ -365,6 +367,7 @@ impl SimulatedHost {
             boots: 0,
             free: None,
             pools: Vec::new(),
+            mounted_keys: BTreeMap::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),

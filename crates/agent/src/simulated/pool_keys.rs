@@ -1,18 +1,29 @@
-//! The keys of pools that the server has given: as the real host, it mounts no pool without.
+//! The keys of pools that the server has given: as the real host, it mounts no pool without, and a mount goes on with the one that it was
+//! made with.
 
 use std::path::Path;
 
-use vmseal_api::host::{DatastoreLocation, PoolKey};
-use vmseal_api::problem::Problem;
+use vmseal_api::host::{DatastoreLocation, PoolKey, Remount};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::derive::{DeriveError, pool_key_fingerprint};
 
 use super::{Inside, SimulatedHost};
 use crate::storage::pool::without_key;
+use crate::storage::remount::not_a_pool;
 
 impl Inside {
+    /// The pool is mounted at once.
     pub fn hold_pool_key(&mut self, offered: PoolKey) -> Result<(), Problem> {
         match self.agent.key_box.open_pool_key(&offered)? {
-            Some(key) => drop(self.agent.pool_keys.insert(offered.path, key)),
-            None => drop(self.agent.pool_keys.remove(&offered.path)),
+            Some(key) => {
+                let fingerprint = pool_key_fingerprint(&key).map_err(|error| internal(&error))?;
+                self.mounted_keys.entry(offered.path.clone()).or_insert(fingerprint);
+                self.agent.pool_keys.insert(offered.path, key);
+            }
+            None => {
+                self.mounted_keys.remove(&offered.path);
+                self.agent.pool_keys.remove(&offered.path);
+            }
         }
         Ok(())
     }
@@ -29,6 +40,30 @@ impl Inside {
             _ => Ok(()),
         }
     }
+
+    /// The fingerprint of the key that the mount of a pool uses.
+    pub fn mounted_key(&self, location: &DatastoreLocation) -> Option<String> {
+        location.pool()?;
+        self.mounted_keys.get(location.path()).cloned()
+    }
+
+    pub fn remount(&mut self, remount: &Remount) -> Result<Option<String>, Problem> {
+        let location = &remount.datastore.location;
+        if location.pool().is_none() {
+            return Err(not_a_pool(location.path()));
+        }
+        self.may_mount(location)?;
+        let held = self.agent.pool_keys.get(location.path()).filter(|_| !remount.only_try);
+        if let Some(key) = held {
+            let fingerprint = pool_key_fingerprint(key).map_err(|error| internal(&error))?;
+            self.mounted_keys.insert(location.path().to_owned(), fingerprint);
+        }
+        Ok(self.mounted_key(location))
+    }
+}
+
+fn internal(error: &DeriveError) -> Problem {
+    Problem::new(ErrorCode::Internal, error.to_string())
 }
 
 impl SimulatedHost {
@@ -36,5 +71,14 @@ impl SimulatedHost {
     #[must_use]
     pub fn pool_key(&self, path: &Path) -> Option<Vec<u8>> {
         self.inside().agent.pool_keys.get(path).map(|key| key.expose().to_vec())
+    }
+
+    /// Sets which key the mount of a pool uses: none is that of an earlier version, which does not say it.
+    pub fn set_mounted_key(&self, path: &Path, fingerprint: Option<&str>) {
+        let mut inside = self.inside();
+        match fingerprint {
+            Some(key) => drop(inside.mounted_keys.insert(path.to_owned(), key.to_owned())),
+            None => drop(inside.mounted_keys.remove(path)),
+        }
     }
 }

@@ -21,7 +21,7 @@ use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
-use crate::storage::pool::facts;
+use crate::storage::pool::{facts, mounted_key};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -143,7 +143,10 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
 #[must_use]
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
-        Ok(usage) => DatastoreCondition::Available { usage, pools: facts(&spec.location) },
+        Ok(usage) => {
+            let (pools, mounted_key) = (facts(&spec.location), mounted_key(&spec.location));
+            DatastoreCondition::Available { usage, pools, mounted_key }
+        }
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }
         }

@@ -44,6 +44,7 @@ pub(crate) mod placeholder;
 pub(crate) mod pool;
 pub(crate) mod pool_keys;
 pub(crate) mod proof;
+pub(crate) mod remount;
 pub(crate) mod replica;
 pub(crate) mod sealed;
 pub(crate) mod sealed_keys;

@@ -6,6 +6,7 @@
 //! Where systemd runs, it starts the process, as a unit of its own: the agent's own mounts are not those of the host.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
@@ -55,14 +56,26 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     if is_mounted(path) {
         return Ok(());
     }
-    let mounting = {
-        let mut all = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(all.entry(path.to_owned()).or_default())
-    };
+    let mounting = mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     if is_mounted(path) {
         return Ok(());
     }
+    let (program, run_dir) = program_for(path, pool)?;
+    start_and_wait(program, run_dir, path, pool, key_for(path, pool)?.as_deref())
+}
+
+/// The lock of a mount point: who has it may mount there, or end what is mounted.
+pub(super) fn mounting(path: &Path) -> Arc<Mutex<()>> {
+    let mut all = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(all.entry(path.to_owned()).or_default())
+}
+
+/// The program for a pool that may be mounted there, and where it keeps its records.
+pub(super) fn program_for(
+    path: &Path,
+    pool: &RbdPool,
+) -> Result<(&'static Path, &'static Path), Problem> {
     if !path.is_absolute() {
         return Err(Problem::invalid("location.path", "must be an absolute path"));
     }
@@ -72,11 +85,15 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
         let what = "this agent cannot mount pools of Ceph";
         return Err(Problem::new(ErrorCode::Unsupported, what));
     };
-    let key = match pool.keyring {
-        Some(_) => None,
-        None => Some(pool_keys::of(path).ok_or_else(|| without_key(pool))?),
-    };
-    start_and_wait(program, run_dir, path, pool, key.as_deref())
+    Ok((program.as_path(), run_dir.as_path()))
+}
+
+/// The key to mount a pool with; none where it is in a keyring.
+pub(super) fn key_for(path: &Path, pool: &RbdPool) -> Result<Option<Arc<SecretBytes>>, Problem> {
+    match pool.keyring {
+        Some(_) => Ok(None),
+        None => pool_keys::of(path).map(Some).ok_or_else(|| without_key(pool)),
+    }
 }
 
 /// The server holds the key of this pool, and has not given it.
@@ -88,7 +105,7 @@ pub(crate) fn without_key(pool: &RbdPool) -> Problem {
     Problem::new(ErrorCode::Unreachable, what)
 }
 
-fn start_and_wait(
+pub(super) fn start_and_wait(
     program: &Path,
     run_dir: &Path,
     path: &Path,
@@ -113,15 +130,10 @@ fn start_and_wait(
         .and_then(|()| OpenOptions::new().create(true).append(true).mode(0o600).open(&log_path))
         .and_then(|log| {
             let from = log.metadata()?.len();
-            Ok((start(program, &records, path, pool, key, &log)?, from))
+            let arguments = arguments(&records, path, pool);
+            Ok((start(program, &arguments, pool, key, &log)?, from))
         });
-    let (mut child, log_from) = started.map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => failed(format!(
-            "{} is not there: install vmseal-rbd beside vmseal, of the same version",
-            program.display()
-        )),
-        _ => failed(format!("vmseal-rbd cannot be started: {error}")),
-    })?;
+    let (mut child, log_from) = started.map_err(|error| failed(not_started(program, &error)))?;
     let give_up = Instant::now() + MOUNT_TIMEOUT;
     while Instant::now() < give_up {
         if is_mounted(path) {
@@ -147,15 +159,26 @@ fn start_and_wait(
     )))
 }
 
+/// Why `vmseal-rbd` was not started.
+pub(super) fn not_started(program: &Path, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => format!(
+            "{} is not there: install vmseal-rbd beside vmseal, of the same version",
+            program.display()
+        ),
+        _ => format!("vmseal-rbd cannot be started: {error}"),
+    }
+}
+
 /// A mount point's name among others, as a file's name.
-fn name(path: &Path) -> String {
+pub(super) fn name(path: &Path) -> String {
     path.to_string_lossy().trim_start_matches('/').replace('/', "-")
 }
 
-fn start(
+/// Starts `vmseal-rbd`, by systemd where that runs.
+pub(super) fn start(
     program: &Path,
-    records: &Path,
-    path: &Path,
+    arguments: &[OsString],
     pool: &RbdPool,
     key: Option<&SecretBytes>,
     log: &File,
@@ -171,7 +194,7 @@ fn start(
     } else {
         Command::new(program)
     };
-    command.args(arguments(records, path, pool));
+    command.args(arguments);
     // Not as an argument, in the environment or in a file: others of the host could read it there.
     let stdin = match key {
         Some(key) => Stdio::from(pool_keys::piped(key)?),
@@ -184,8 +207,9 @@ fn start(
     command.spawn()
 }
 
-fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<std::ffi::OsString> {
-    let mut arguments: Vec<std::ffi::OsString> = vec![
+/// What `vmseal-rbd` is told to mount a pool.
+pub(super) fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = vec![
         "--monitors".into(),
         (&pool.monitors).into(),
         "--user".into(),
@@ -227,13 +251,28 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
+/// Who serves a mount; none where that is a `vmseal-rbd` of an earlier version, or nobody. Blocks.
+pub(super) fn mounted(path: &Path) -> Option<Mounted> {
+    let mut told = vec![0; MOUNTED_MAX];
+    let length = rustix::fs::getxattr(path, MOUNTED_ATTRIBUTE, &mut told[..]).ok()?;
+    serde_json::from_slice(&told[..length]).ok()
+}
+
+/// The fingerprint of the key that the mount of a datastore uses; none of a directory or a pool with a keyring, or where that is not said.
+/// Blocks.
+#[must_use]
+pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return None };
+    mounted(path)?.key
+}
+
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well.
-fn is_mounted(path: &Path) -> bool {
+pub(super) fn is_mounted(path: &Path) -> bool {
     file_system(path).is_ok_and(|kind| kind.as_deref() == Some(FILE_SYSTEM))
 }
 
 /// The last lines that a process has written.
-fn last_lines(log: &Path, from: u64) -> String {
+pub(super) fn last_lines(log: &Path, from: u64) -> String {
     let written = std::fs::read(log).unwrap_or_default();
     let from = usize::try_from(from).unwrap_or(usize::MAX).min(written.len());
     let from = from.max(written.len().saturating_sub(LOG_MAX));
@@ -244,7 +283,8 @@ fn last_lines(log: &Path, from: u64) -> String {
 #[cfg(test)]
 pub(crate) mod tests {
     use vmseal_api::datastore::Messenger;
-    use vmseal_api::new_pools::{FailureDomain, NewPools};
+    use vmseal_api::failure_domain::FailureDomain;
+    use vmseal_api::new_pools::NewPools;
     use vmseal_api::redundancy::Layout;
 
     use super::*;

@@ -30,7 +30,7 @@ use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PoolKey, PowerOff, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing,
+    OtherKey, PoolKey, PowerOff, Remount, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing,
     ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
@@ -198,6 +198,10 @@ impl HostAgent for HostClient {
 
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
         self.command_with(Method::PUT, "datastores/key", &offered).await
+    }
+
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
+        self.call(self.request(Method::POST, "datastores/remount").json(&remount)).await
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

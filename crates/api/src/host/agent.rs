@@ -16,7 +16,7 @@ use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
     DatastoreCondition, DatastoreContents, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    Sharing,
+    Remount, Sharing,
 };
 use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -103,6 +103,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// `wrong-state` when it is sealed to an earlier incarnation; `invalid-request` when it is for another mount, or no key.
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem>;
+
+    /// Has another process serve a pool that is mounted, after the cluster has taken the key that it is to use. Guests with disks there stand
+    /// still for a second or two. Returns the fingerprint of the key that the mount uses, where the server has given it. Agents without the feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
+    ///
+    /// # Errors
+    /// `unreachable` where the cluster refuses the key or does not answer: the pool stays mounted as it is. `wrong-state` for a directory, or
+    /// where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
+    async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
     /// VM and no key are needed, and nothing is changed.

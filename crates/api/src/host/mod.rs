@@ -18,6 +18,7 @@
 //! POST   /v1/datastores/measure            measure_datastore
 //! POST   /v1/datastores/share              share_datastore
 //! PUT    /v1/datastores/key                offer_pool_key
+//! POST   /v1/datastores/remount            remount_datastore
 //! POST   /v1/datastores/scan               scan_datastore
 //! POST   /v1/datastores/survey             survey_datastore
 //! GET    /v1/metrics                       metrics (OpenMetrics text)
@@ -114,7 +115,7 @@ pub use self::version::ContractRange;
 pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, SnapshotSpec, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
 pub use crate::datastore::{
-    DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX, Sharing, SharingStep,
+    DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX, Remount, Sharing, SharingStep,
 };
 pub use crate::nic::{NicSpec, NicState};
 

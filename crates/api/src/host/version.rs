@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 63] = [
+pub const FEATURES: [&str; 64] = [
     "job-create",
     "job-export",
     NICS,
@@ -72,6 +72,7 @@ pub const FEATURES: [&str; 63] = [
     CREATE_POOLS,
     FAILURE_DOMAINS,
     POOL_KEYS,
+    REMOUNT_POOLS,
     MIGRATE_DISKS,
     MIGRATE_RATE,
     MIGRATE_STATE,
@@ -273,6 +274,9 @@ pub const FAILURE_DOMAINS: &str = "failure-domains";
 
 /// The feature of agents that take the keys of pools of Ceph from the server.
 pub const POOL_KEYS: &str = "pool-keys";
+
+/// The feature of agents that have another process serve a pool of Ceph, and say which key its mount uses.
+pub const REMOUNT_POOLS: &str = "remount-pools";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";

@@ -94,9 +94,13 @@ pub struct SetPolicy {
     /// How data must go between hosts and Ceph clusters for VMs that have it; `crc` asks for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
-    /// What failures disks that are made from now on must outlive; 0 failures and no layout ask for nothing.
+    /// What failures disks that are made from now on must outlive; 0 failures and no layout ask for nothing. The failure domain stays where
+    /// none is in it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redundancy: Option<Redundancy>,
+    /// On what copies of disks that are made from now on are kept apart at least, such as `rack`; an empty text leaves it to the pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failure_domain: Option<String>,
     /// The size of the objects of images that are made from now on, in bytes; 0 is the cluster's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub object_size: Option<u64>,

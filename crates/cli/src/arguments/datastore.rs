@@ -140,14 +140,28 @@ pub enum Datastore {
     },
     /// Change the key of a pool of a Ceph cluster that the server holds
     ///
-    /// The hosts that have the datastore get it at once. Where the pool is mounted it stays so with the former key, until its
-    /// vmseal-rbd is started again: the cluster must take both keys until then.
+    /// The hosts that have the datastore get it at once. Where the pool is mounted it stays so with the former key, until it is mounted
+    /// anew (vmseal datastore remount): `vmseal datastore show` says which host uses which.
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
         /// The user's key: a keyring, or a file with the key alone; - is standard input
         #[arg(long, value_name = "FILE")]
         key_file: PathBuf,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
+    /// Have hosts mount a pool of a Ceph cluster anew, with the key, or the keyring, of now
+    ///
+    /// Each host tries the key first. If the cluster takes it, the vmseal-rbd that serves the pool is ended, and another one started:
+    /// guests with disks there wait for a second or two, and lose nothing. One host follows the other. It is refused while a task works
+    /// with disks there.
+    Remount {
+        /// Name, `HOST:NAME` if several hosts have one of that name, or id
+        name: String,
+        /// Only this host, whatever key it uses [default: the hosts that do not use the key that the server holds]
+        #[arg(long)]
+        host: Option<String>,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use vmseal_api::datastore::Messenger;
+use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::model;
 use vmseal_api::redundancy::Redundancy;
 
@@ -66,6 +68,10 @@ pub enum Policy {
         /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 1,mirroring or 2,erasure-coding
         #[arg(long, value_name = "NUMBER[,LAYOUT]")]
         failures_to_tolerate: Option<Redundancy>,
+        /// Make disks only in pools of Ceph that keep copies apart on this, or on what is larger: each in another host, rack, room.
+        /// What --failures-to-tolerate counts is then at least that large
+        #[arg(long, value_name = "DOMAIN", value_parser = failure_domain())]
+        failure_domain: Option<FailureDomain>,
         /// Cut images in pools of Ceph into objects of this size: a power of two, 4KiB to 32MiB [default: the cluster's, 4MiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         object_size: Option<u64>,
@@ -100,6 +106,19 @@ fn messenger(text: &str) -> Result<Messenger, String> {
         "any" => Ok(Messenger::Crc),
         _ => Err("it is 'secure' or 'any'".to_owned()),
     }
+}
+
+/// What stands for any failure domain.
+pub const ANY_DOMAIN: &str = "any";
+
+fn failure_domain() -> impl TypedValueParser<Value = FailureDomain> {
+    let names = PossibleValuesParser::new(FailureDomain::ALL.map(FailureDomain::name));
+    names.try_map(|name| name.parse::<FailureDomain>())
+}
+
+fn failure_domain_or_any() -> PossibleValuesParser {
+    let names = FailureDomain::ALL.map(FailureDomain::name);
+    PossibleValuesParser::new([ANY_DOMAIN].into_iter().chain(names))
 }
 
 /// What is changed of a policy; what is not given stays.
@@ -157,6 +176,9 @@ pub struct SetPolicy {
     /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 2,erasure-coding; 0 is anywhere
     #[arg(long, value_name = "NUMBER[,LAYOUT]", group = "change")]
     pub failures_to_tolerate: Option<Redundancy>,
+    /// Make disks only in pools of Ceph that keep copies apart on this, or on what is larger; `any` leaves it to the pool
+    #[arg(long, value_name = "DOMAIN", value_parser = failure_domain_or_any(), group = "change")]
+    pub failure_domain: Option<String>,
     /// Cut images in pools of Ceph that are made from now on into objects of this size; 0 is the cluster's
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
     pub object_size: Option<u64>,

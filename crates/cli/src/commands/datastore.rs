@@ -8,7 +8,7 @@ use vmseal_api::model::Datastore;
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
-use super::{adopt, datastore_key, list};
+use super::{adopt, datastore_key, datastore_remount, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 
@@ -40,6 +40,10 @@ pub async fn run(
         }
         arguments::Datastore::Set { name, key_file, dry_run } => {
             datastore_key::set(server, output, (&name, &key_file), dry_run.dry_run).await
+        }
+        arguments::Datastore::Remount { name, host, dry_run } => {
+            let which = (name.as_str(), host.as_deref());
+            datastore_remount::run(server, output, which, dry_run.dry_run).await
         }
         arguments::Datastore::Adopt(options) => adopt::run(server, output, *options).await,
         arguments::Datastore::Scan(of) => {
@@ -73,16 +77,18 @@ pub async fn run(
     }
 }
 
-/// Where the key of each pool's user is, and how the cluster keeps what is stored in each pool.
-fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
-    let key = |pool: &RbdPool| match &pool.keyring {
-        Some(keyring) => format!("{}: {}", pool.user, keyring.display()),
-        None => format!("{}: held by the server", pool.user),
+/// Where the key of each pool's user is, which one each host uses, and how the cluster keeps what is stored in each pool.
+pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
+        (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
+        (None, Some(key)) => format!("{}: held by the server, {key}", pool.user),
+        (None, None) => format!("{}: held by the server", pool.user),
     };
     let pools = datastore.hosts.iter().filter_map(|on| on.location.pool());
-    let mut keys: Vec<_> = pools.map(|pool| ("KEY", key(pool))).collect();
-    keys.dedup();
+    let mut lines: Vec<_> = pools.map(|pool| ("KEY", key(pool))).collect();
+    lines.dedup();
+    lines.extend(datastore_key::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
-    keys.extend(datastore.pools.iter().map(line));
-    keys
+    lines.extend(datastore.pools.iter().map(line));
+    lines
 }

@@ -49,17 +49,39 @@ pub async fn set(
     print::one(output, &datastore, &from_when(&datastore))
 }
 
+/// Whether the server holds the key that a host mounts a pool with.
+fn is_held(on: &DatastoreHost) -> bool {
+    on.location.pool().is_some_and(|it| it.keyring.is_none())
+}
+
+/// Which key each host's mount uses, of those that the server has given.
+pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let said = |on: &DatastoreHost| {
+        let host = &on.host;
+        let uses = match &on.mounted_key {
+            Some(key) if key.current => format!("{} (current)", key.fingerprint),
+            Some(key) => format!(
+                "{}, a former one, until the pool is mounted anew there (vmseal datastore remount)",
+                key.fingerprint
+            ),
+            None => "it has not said which".to_owned(),
+        };
+        ("KEY", format!("host '{host}': {uses}"))
+    };
+    datastore.hosts.iter().filter(|on| is_held(on)).map(said).collect()
+}
+
 /// From when on each host uses the new key.
 fn from_when(datastore: &Datastore) -> Vec<(&'static str, String)> {
-    let held = |on: &&DatastoreHost| on.location.pool().is_some_and(|it| it.keyring.is_none());
+    let name = &datastore.name;
     let said = |on: &DatastoreHost| {
         let (host, path) = (&on.host, on.location.path().display());
         let what = format!(
-            "host '{host}' mounts the pool with the new key from now on. If it is mounted at {path} already, it stays so with the former key until the vmseal-rbd that serves {path} ends: end that, one host after the other; guests wait for a second or two"
+            "host '{host}' mounts the pool with the new key from now on. If it is mounted at {path} already, it stays so with the former key until vmseal datastore remount {name} --host {host}; guests wait for a second or two then"
         );
         ("NEW KEY", what)
     };
-    datastore.hosts.iter().filter(held).map(said).collect()
+    datastore.hosts.iter().filter(|on| is_held(on)).map(said).collect()
 }
 
 /// The key in a keyring, or by itself; `-` is standard input.

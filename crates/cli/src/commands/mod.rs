@@ -9,6 +9,7 @@ mod confirm;
 mod console;
 mod datastore;
 mod datastore_key;
+mod datastore_remount;
 mod disk;
 mod doctor;
 mod drain;

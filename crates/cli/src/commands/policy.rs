@@ -6,6 +6,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::{Policy, Replication};
+use vmseal_api::redundancy::Redundancy;
 use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::{AddPolicy, SetPolicy};
 
@@ -39,6 +40,7 @@ pub async fn run(
             downtime,
             messenger,
             failures_to_tolerate,
+            failure_domain,
             object_size,
             stripe_unit,
             stripe_count,
@@ -62,7 +64,10 @@ pub async fn run(
                 cpu_model,
                 downtime_milliseconds: downtime.map(milliseconds),
                 messenger,
-                redundancy: failures_to_tolerate.unwrap_or_default(),
+                redundancy: Redundancy {
+                    failure_domain,
+                    ..failures_to_tolerate.unwrap_or_default()
+                },
                 image_layout: ImageLayout { object_size, stripe_unit, stripe_count },
             };
             if dry_run.dry_run {
@@ -126,6 +131,10 @@ async fn set(
         downtime_milliseconds: options.downtime.map(milliseconds),
         messenger: options.messenger,
         redundancy: options.failures_to_tolerate,
+        failure_domain: options.failure_domain.map(|domain| match domain.as_str() {
+            arguments::ANY_DOMAIN => String::new(),
+            _ => domain,
+        }),
         object_size: options.object_size,
         stripe_unit: options.stripe_unit,
         stripe_count: options.stripe_count,

@@ -58,27 +58,34 @@ impl DatastoreMonitor {
     /// Measures all datastores of the host once. A missing answer changes nothing.
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
-        let (mut raised, mut changed) = (Vec::new(), Vec::new());
+        let (mut raised, mut changed, mut keys) = (Vec::new(), Vec::new(), Vec::new());
         for datastore in here {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools } = &condition {
+            if let DatastoreCondition::Available { usage, pools, mounted_key } = &condition {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;
                 if news || has_changed(datastore.usage, *usage) {
                     changed.push((datastore.id, *usage, news.then(|| pools.clone())));
                 }
+                if datastore.on(self.host).is_some_and(|on| on.mounted_key != *mounted_key) {
+                    keys.push((datastore.id, mounted_key.clone()));
+                }
             }
             raised.extend(self.judge(&datastore, condition));
         }
-        if !changed.is_empty() {
+        if !changed.is_empty() || !keys.is_empty() {
             let mut write = self.store.write().await?;
             for (datastore, usage, pools) in changed {
                 store::datastores::set_usage(&mut write, datastore, usage).await?;
                 if let Some(pools) = pools {
                     store::datastores::set_pools(&mut write, datastore, &pools).await?;
                 }
+            }
+            for (datastore, key) in keys {
+                let key = key.as_deref();
+                store::datastores::set_mounted_key(&mut write, datastore, self.host, key).await?;
             }
             write.commit().await?;
         }
@@ -240,6 +247,20 @@ mod tests {
         assert!(fixture.alarms().await.contains(&"datastore-wrong local".to_owned()));
     }
 
+    #[tokio::test]
+    async fn the_key_that_a_mount_uses_is_noted_as_its_host_says_it() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        for key in [Some("11111111"), Some("22222222"), None] {
+            fixture.agent.set_mounted_key(std::path::Path::new("/ceph"), key);
+            watch.round().await.unwrap();
+            let mut read = fixture.store.read().await.unwrap();
+            let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+            assert_eq!(known.hosts[0].mounted_key.as_deref(), key);
+        }
+    }
+
     /// A pool that keeps so many copies, and goes on with one less.
     fn mirrored(copies: u32) -> Vec<PoolFacts> {
         let layout = PoolLayout::Mirroring { copies, copies_min: copies - 1 };
@@ -256,7 +277,7 @@ mod tests {
         fixture.made("other", "plain").await;
         let mut write = fixture.store.write().await.unwrap();
         let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
-        policy.redundancy = Redundancy { failures: 1, layout: None };
+        policy.redundancy = Redundancy { failures: 1, ..Redundancy::default() };
         policies::set(&mut write, &policy).await.unwrap();
         write.commit().await.unwrap();
 

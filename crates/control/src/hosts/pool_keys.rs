@@ -16,12 +16,13 @@ use vmseal_api::host::version::POOL_KEYS;
 use vmseal_api::host::{HostAgent, HostDescription, PoolKey, SealedKey, pool_key_info};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_secret::derive::datastore_wrapping_key;
+use vmseal_secret::derive::{datastore_wrapping_key, pool_key_fingerprint};
 use vmseal_secret::sealed_box::BoxError;
 use vmseal_secret::{SecretBytes, sealed_box, wrap};
 use zeroize::Zeroizing;
 
 use super::{is_silence, keys};
+use crate::store::datastore_keys::Kept;
 use crate::store::datastores::{Datastore, OnHost};
 use crate::store::events::NewEvent;
 use crate::store::{Store, datastore_keys, datastores};
@@ -53,9 +54,15 @@ pub(crate) fn wrapped(
     data_dir: &Path,
     datastore: DatastoreId,
     key: &SecretBytes,
-) -> Result<String, Problem> {
+) -> Result<Kept, Problem> {
     let wrapped = wrap::wrap(&wrapping_key(data_dir, datastore)?, key);
-    wrapped.map(|it| STANDARD.encode(it)).map_err(|error| crate::internal(&error))
+    let wrapped = wrapped.map_err(|error| crate::internal(&error))?;
+    Ok(Kept { wrapped: STANDARD.encode(wrapped), fingerprint: Some(fingerprint(key)?) })
+}
+
+/// Which key it is, for people.
+fn fingerprint(key: &SecretBytes) -> Result<String, Problem> {
+    pool_key_fingerprint(key).map_err(|error| crate::internal(&error))
 }
 
 /// The key of a datastore that the server holds.
@@ -77,8 +84,15 @@ pub(crate) async fn held(
     let kept = datastore_keys::get(&mut *store.read().await?, datastore.id).await?;
     let kept = kept.ok_or_else(|| again("does not hold"))?;
     let wrapping = wrapping_key(data_dir, datastore.id)?;
-    let wrapped = STANDARD.decode(kept).map_err(|_| again("cannot read"))?;
-    wrap::unwrap(&wrapping, &wrapped).map_err(|_| again("cannot open"))
+    let wrapped = STANDARD.decode(&kept.wrapped).map_err(|_| again("cannot read"))?;
+    let key = wrap::unwrap(&wrapping, &wrapped).map_err(|_| again("cannot open"))?;
+    if kept.fingerprint.is_none() {
+        let (id, fingerprint) = (datastore.id, fingerprint(&key)?);
+        let mut write = store.write().await?;
+        datastore_keys::set_fingerprint(&mut write, id, &kept.wrapped, &fingerprint).await?;
+        write.commit().await?;
+    }
+    Ok(key)
 }
 
 /// Gives the agent of a host the key of a datastore's pool. It is on record before it leaves.

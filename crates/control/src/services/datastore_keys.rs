@@ -151,8 +151,8 @@ pub(super) async fn set(
         );
         return Err(Problem { detail, ..problem });
     }
-    Ok(Outcome::Done(datastore))
+    Ok(Outcome::Done(datastores::Datastore { key: wrapped.fingerprint, ..datastore }))
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, RbdPool, SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, MountedKey, RbdPool, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
     CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, RBD_DATASTORES,
@@ -28,15 +28,22 @@ use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks
 const PATH_LEN_MAX: usize = 3072;
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
+    let mounted = |fingerprint: String| {
+        let current = datastore.key.as_ref() == Some(&fingerprint);
+        MountedKey { fingerprint, current }
+    };
+    let shown_on = |on: OnHost| DatastoreHost {
+        host: on.host_name,
+        location: on.location,
+        mounted_key: on.mounted_key.map(mounted),
+    };
+    let hosts = datastore.hosts.into_iter().map(shown_on).collect();
     Datastore {
         id: datastore.id,
         name: datastore.name,
-        hosts: datastore
-            .hosts
-            .into_iter()
-            .map(|on| DatastoreHost { host: on.host_name, location: on.location })
-            .collect(),
+        hosts,
         usage: datastore.usage,
+        key: datastore.key,
         pools: datastore.pools,
     }
 }
@@ -223,7 +230,7 @@ pub async fn add(
     };
     let location = request.location.clone();
     let (host_id, host_name) = (host.id, host.name.clone());
-    let on = OnHost { host: host_id, host_name, location: location.clone() };
+    let on = OnHost { host: host_id, host_name, location: location.clone(), mounted_key: None };
     datastore_keys::give(services, &request.name, &on, &key).await?;
     let added = add_to(services, caller, host, request, Some(&key), dry_run).await;
     if !matches!(added, Ok(Outcome::Done(_))) {
@@ -266,10 +273,11 @@ async fn add_to(
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec.clone()).await?;
-    let pools = match agent.measure_datastore(spec).await? {
-        DatastoreCondition::Available { pools, .. } => pools,
-        _ => Vec::new(),
+    let (pools, mounted_key) = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, mounted_key, .. } => (pools, mounted_key),
+        _ => (Vec::new(), None),
     };
+    let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let datastore = datastores::Datastore {
         id,
         name: request.name,
@@ -277,11 +285,12 @@ async fn add_to(
             host: host.id,
             host_name: host.name,
             location: request.location.kept(),
+            mounted_key,
         }],
         usage: Some(usage),
         pools,
+        key: wrapped.as_ref().and_then(|key| key.fingerprint.clone()),
     };
-    let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;
     if let Some(wrapped) = &wrapped {

@@ -22,6 +22,7 @@
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`sharing`] | datastores that several hosts have |
 //! | `datastore_keys` | the keys of pools that the server holds |
+//! | [`remount`] | pools that hosts mount anew, with the key of now |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
 //! | [`log_levels`], [`metrics`] | diagnostics |
@@ -61,6 +62,7 @@ pub mod providers;
 pub mod recrypt;
 mod redundancy;
 pub mod remotes;
+pub mod remount;
 mod room;
 mod saved_memory;
 mod scan;

@@ -42,8 +42,12 @@ pub(super) async fn require(
     disks: &[Disk],
 ) -> Result<(), Problem> {
     let Some(Lacking { disk, why }) = lacking(from, policy, disks).await? else { return Ok(()) };
+    let only = match policy.redundancy.failures {
+        0 => "in pools with",
+        _ => "where they outlive",
+    };
     let detail = format!(
-        "policy '{}' has disks only where they outlive {}, and disk '{disk}' would be in {why}. Choose another datastore, or change the policy (vmseal policy set {} --failures-to-tolerate NUMBER)",
+        "policy '{}' has disks only {only} {}, and disk '{disk}' would be in {why}. Choose another datastore, or change the policy (vmseal policy set {} --failures-to-tolerate NUMBER --failure-domain DOMAIN)",
         policy.name, policy.redundancy, policy.name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))

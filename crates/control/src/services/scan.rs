@@ -199,9 +199,11 @@ mod tests {
                 host: HostId::new(),
                 host_name: "here".to_owned(),
                 location: DatastoreLocation::Dir { path: "/store".into() },
+                mounted_key: None,
             }],
             usage: None,
             pools: Vec::new(),
+            key: None,
         }
     }
 

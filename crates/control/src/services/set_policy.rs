@@ -3,6 +3,7 @@
 use std::fmt;
 
 use sqlx::SqliteConnection;
+use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::host::{Allocation, Power};
@@ -11,6 +12,7 @@ use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::redundancy::Redundancy;
 use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::SetPolicy;
 
@@ -296,6 +298,7 @@ fn changed(
         downtime_milliseconds,
         messenger,
         redundancy,
+        failure_domain,
         object_size: _,
         stripe_unit: _,
         stripe_count: _,
@@ -327,7 +330,12 @@ fn changed(
     };
     if let Some(redundancy) = *redundancy {
         redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
-        after.redundancy = redundancy;
+        let failure_domain = redundancy.failure_domain.or(before.redundancy.failure_domain);
+        after.redundancy = Redundancy { failure_domain, ..redundancy };
+    }
+    if let Some(domain) = failure_domain {
+        after.redundancy.failure_domain = FailureDomain::asked(domain)
+            .map_err(|what| Problem::invalid("failure_domain", what))?;
     }
     after.image_layout = image_layouts::changed(before.image_layout, request)?;
     if messenger.is_some() {

@@ -124,7 +124,7 @@ async fn new_host(
         (asked, same) => asked.or(same),
     };
     let location = location.ok_or_else(|| Problem::not_found("datastore", &datastore.name))?;
-    Ok(OnHost { host: host.id, host_name: host.name, location })
+    Ok(OnHost { host: host.id, host_name: host.name, location, mounted_key: None })
 }
 
 /// Refuses a host whose agent would take what others make for debris.
@@ -212,7 +212,8 @@ pub async fn unshare(
     }
     let vms = datastores::vms_of_host(&mut write, datastore.id, on.host).await?;
     if !vms.is_empty() {
-        let named: Vec<_> = vms.iter().take(NAMED_MAX).map(|name| format!("'{name}'")).collect();
+        let named: Vec<_> =
+            vms.iter().take(NAMED_MAX).map(|(_, name)| format!("'{name}'")).collect();
         let more = vms.len() - named.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return in_use(format!(

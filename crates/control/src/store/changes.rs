@@ -50,7 +50,9 @@ impl Kinds {
     fn of_table(table: &str) -> Self {
         match table {
             "hosts" | "drains" | "drained_vms" => Self::NONE.with(ChangeKind::Host),
-            "datastores" | "datastore_hosts" => Self::NONE.with(ChangeKind::Datastore),
+            "datastores" | "datastore_hosts" | "datastore_keys" => {
+                Self::NONE.with(ChangeKind::Datastore)
+            }
             "providers" | "kmip_servers" | "kmip_clients" => Self::NONE.with(ChangeKind::Provider),
             "policies" => Self::NONE.with(ChangeKind::Policy),
             "vms" | "placements" | "disks" | "volumes" | "nics" | "snapshots" | "dumps"

@@ -2,7 +2,7 @@
 
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
-use vmseal_api::id::{DatastoreId, HostId};
+use vmseal_api::id::{DatastoreId, HostId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::PoolFacts;
 
@@ -21,6 +21,8 @@ pub struct Datastore {
     pub usage: Option<DatastoreUsage>,
     /// How its cluster keeps what is stored there, as it was last told; none of a directory.
     pub pools: Vec<PoolFacts>,
+    /// The fingerprint of the key that the server holds, if it holds one.
+    pub key: Option<String>,
 }
 
 /// A datastore on a host.
@@ -32,6 +34,8 @@ pub struct OnHost {
     pub host_name: String,
     /// Where it is on that host.
     pub location: DatastoreLocation,
+    /// The fingerprint of the key that its mount uses, as it was last told.
+    pub mounted_key: Option<String>,
 }
 
 impl Datastore {
@@ -70,6 +74,8 @@ struct Row {
     capacity: Option<i64>,
     free: Option<i64>,
     pools: Option<String>,
+    held_key: Option<String>,
+    mounted_key: Option<String>,
 }
 
 /// A row for each host of a datastore, those of one datastore after one another.
@@ -77,9 +83,10 @@ macro_rules! select {
     ($which:literal) => {
         concat!(
             "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free,
-                    d.pools
+                    d.pools, k.fingerprint AS held_key, a.mounted_key
              FROM datastores d JOIN datastore_hosts a ON a.datastore_id = d.id
-                  JOIN hosts h ON h.id = a.host_id ",
+                  JOIN hosts h ON h.id = a.host_id
+                  LEFT JOIN datastore_keys k ON k.datastore_id = d.id ",
             $which,
             " ORDER BY d.id, h.name"
         )
@@ -95,6 +102,7 @@ fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
             host: parse(&row.host_id, "a host's id")?,
             host_name: row.host_name,
             location: from_json(&row.location, "a datastore's location")?,
+            mounted_key: row.mounted_key,
         };
         if let Some(last) = found.last_mut().filter(|last| last.id == id) {
             last.hosts.push(on);
@@ -110,7 +118,8 @@ fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
         let pools =
             row.pools.as_deref().map(|it| from_json(it, "a datastore's pools")).transpose()?;
         let pools = pools.unwrap_or_default();
-        found.push(Datastore { id, name: row.name, hosts: vec![on], usage, pools });
+        let (name, key) = (row.name, row.held_key);
+        found.push(Datastore { id, name, hosts: vec![on], usage, pools, key });
     }
     Ok(found)
 }
@@ -165,12 +174,14 @@ pub async fn insert_host(
     on: &OnHost,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO datastore_hosts (datastore_id, host_id, name, location) VALUES ($1, $2, $3, $4)",
+        "INSERT INTO datastore_hosts (datastore_id, host_id, name, location, mounted_key)
+         VALUES ($1, $2, $3, $4, $5)",
     )
     .bind(datastore.id.to_string())
     .bind(on.host.to_string())
     .bind(&datastore.name)
     .bind(to_json(&on.location))
+    .bind(&on.mounted_key)
     .execute(to)
     .await
     .map_err(taken(|| exists(&datastore.name, &on.host_name)))?;
@@ -179,6 +190,24 @@ pub async fn insert_host(
 
 fn exists(name: &str, host: &str) -> String {
     format!("a datastore '{name}' of host '{host}', or one at this place,")
+}
+
+/// Records which key a host's mount uses.
+pub async fn set_mounted_key(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+    fingerprint: Option<&str>,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE datastore_hosts SET mounted_key = $1 WHERE datastore_id = $2 AND host_id = $3",
+    )
+    .bind(fingerprint)
+    .bind(datastore.to_string())
+    .bind(host.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
 }
 
 /// Takes a host from a datastore.
@@ -293,14 +322,14 @@ pub async fn of_host(
     gathered(rows)
 }
 
-/// The names of the VMs of a host that have a disk or a replica on a datastore, in their order.
+/// The VMs of a host that have a disk or a replica on a datastore, in the order of their names, which are with them.
 pub async fn vms_of_host(
     from: &mut SqliteConnection,
     datastore: DatastoreId,
     host: HostId,
-) -> Result<Vec<String>, StoreError> {
-    Ok(sqlx::query_scalar(
-        "SELECT DISTINCT v.name
+) -> Result<Vec<(VmId, String)>, StoreError> {
+    let rows: Vec<(String, String)> = sqlx::query_as(
+        "SELECT DISTINCT v.id, v.name
          FROM volumes i JOIN disks d ON d.id = i.disk_id JOIN vms v ON v.id = d.vm_id
               JOIN placements o ON o.vm_id = v.id
          WHERE i.datastore_id = $1 AND o.host_id = $2 ORDER BY v.name",
@@ -308,7 +337,8 @@ pub async fn vms_of_host(
     .bind(datastore.to_string())
     .bind(host.to_string())
     .fetch_all(from)
-    .await?)
+    .await?;
+    rows.into_iter().map(|(id, name)| Ok((parse(&id, "a VM's id")?, name))).collect()
 }
 
 /// How many disks are on a datastore, or have their replica there.

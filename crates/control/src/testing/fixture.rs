@@ -152,6 +152,7 @@ impl Fixture {
             host: with,
             host_name: name.to_owned(),
             location: local.hosts[0].location.clone(),
+            mounted_key: None,
         };
         datastores::insert_host(&mut write, &local, &on).await.unwrap();
         write.commit().await.unwrap();
@@ -163,13 +164,15 @@ impl Fixture {
         let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
         self.agent_of(host).probe_datastore(spec.clone()).await.unwrap();
         let (id, location) = (spec.datastore, spec.location);
-        let on = datastores::OnHost { host: to, host_name: host.to_owned(), location };
+        let host_name = host.to_owned();
+        let on = datastores::OnHost { host: to, host_name, location, mounted_key: None };
         let own = datastores::Datastore {
             id,
             name: name.to_owned(),
             hosts: vec![on],
             usage: None,
             pools: Vec::new(),
+            key: None,
         };
         let mut write = self.store.write().await.unwrap();
         datastores::insert(&mut write, &own).await.unwrap();
@@ -196,7 +199,8 @@ impl Fixture {
         let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
         let on = datastores::OnHost { location: spec.location, ..local.hosts[0].clone() };
         let (id, name) = (spec.datastore, name.to_owned());
-        let added = datastores::Datastore { id, name, hosts: vec![on], usage: local.usage, pools };
+        let (hosts, usage) = (vec![on], local.usage);
+        let added = datastores::Datastore { id, name, hosts, usage, pools, key: None };
         datastores::insert(&mut write, &added).await.unwrap();
         write.commit().await.unwrap();
     }

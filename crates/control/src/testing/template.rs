@@ -73,9 +73,11 @@ impl Template {
                 host: host.id,
                 host_name: host.name.clone(),
                 location: location(),
+                mounted_key: None,
             }],
             usage: None,
             pools: Vec::new(),
+            key: None,
         };
         let mut write = store.write().await.unwrap();
         providers::set_verified(&mut write, provider).await.unwrap();

@@ -1,4 +1,4 @@
-//! Extended attributes: of the root how the cluster keeps what is stored, of directories how new images are cut into objects, and of files
+//! Extended attributes: of the root how the cluster keeps what is stored and who serves it, of directories how new images are cut into objects, and of files
 //! that are images what these say of themselves, which is metadata of the image.
 
 use std::ffi::OsStr;
@@ -6,7 +6,9 @@ use std::io;
 use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
-use vmseal_api::rbd::{IMAGE_LAYOUT_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE};
+use vmseal_api::rbd::{
+    IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE,
+};
 
 use super::FileSystem;
 use crate::answers::answer;
@@ -64,6 +66,10 @@ impl FileSystem {
     pub(super) fn attribute(&self, of: Inode, name: &OsStr) -> io::Result<Vec<u8>> {
         if of == Inode::ROOT && name == POOLS_ATTRIBUTE {
             return self.pools();
+        }
+        // Without the cluster, which may not answer.
+        if of == Inode::ROOT && name == MOUNTED_ATTRIBUTE {
+            return Ok(serde_json::to_vec(&self.mounted)?);
         }
         let key = key_of(name).ok_or_else(unsupported)?;
         let noted = self.with_image(of, false, |image| image.metadata(key, NOTE_MAX))?;

@@ -8,6 +8,7 @@ use vmseal_api::cloud_init::{
 };
 use vmseal_api::datastore::{LIMIT_MAX, POOL_FIELD_MAX};
 use vmseal_api::drain::PARALLEL_MAX;
+use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::filter::{
     BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
 };
@@ -278,6 +279,11 @@ fn cpu_model(least: u32) -> Value {
     json!({ "minLength": least, "maxLength": CPU_MODEL_MAX, "pattern": "^[A-Za-z0-9._-]*$" })
 }
 
+/// A failure domain, or an empty text.
+fn failure_domain() -> Value {
+    json!({ "pattern": format!("^({})?$", FailureDomain::ALL.map(FailureDomain::name).join("|")) })
+}
+
 /// The keys and the values of labels.
 fn labels(value: &Value) -> Value {
     json!({
@@ -464,6 +470,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("SetPolicy/properties/stripe_count", none_or(stripe_count())),
         ("Redundancy/properties/failures", json!({ "maximum": FAILURES_MAX })),
         ("NewPools/properties/failures", json!({ "maximum": FAILURES_MAX })),
+        ("SetPolicy/properties/failure_domain", failure_domain()),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (
             "SetPolicy/properties/bandwidth",

@@ -75,6 +75,23 @@ pub(super) async fn set_key(
     ))
 }
 
+/// Has a host mount a pool of Ceph anew, with the key that the server holds now, or with the keyring as it is now, after the cluster has taken
+/// that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
+#[utoipa::path(post, path = "/api/v1/datastores/{datastore}/hosts/{host}/remount", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"),
+        ("host" = String, Path, description = "The host's name or id"), DryRunQuery),
+    responses((status = 200, body = DatastoreOrPlan), ProblemResponse))]
+pub(super) async fn remount(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    TwoPathSegments(name, host): TwoPathSegments,
+    QueryOf(query): QueryOf<DryRunQuery>,
+) -> Result<Answer<Json<Datastore>>, ProblemResponse> {
+    Ok(Answer(
+        services::remount::remount(&control, &caller, &name, &host, query.dry_run).await?.map(Json),
+    ))
+}
+
 /// Removes a datastore without disks from the inventory; other files on it stay.
 #[utoipa::path(delete, path = "/api/v1/datastores/{datastore}", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),

@@ -13,10 +13,10 @@ use crate::store::Part;
 use crate::testing::Fixture;
 
 /// Where the pool is mounted on each host.
-const PLACE: &str = "/ceph";
+pub(in crate::services) const PLACE: &str = "/ceph";
 
 /// The key of a Ceph user that is not there.
-fn a_key(secret: u8) -> String {
+pub(in crate::services) fn a_key(secret: u8) -> String {
     let mut key = vec![1, 0];
     key.extend([0; 8]);
     key.extend([16, 0]);
@@ -24,7 +24,7 @@ fn a_key(secret: u8) -> String {
     STANDARD.encode(key)
 }
 
-fn sealed(services: &Services, name: &str, key: &str) -> SealedPassphrase {
+pub(in crate::services) fn sealed(services: &Services, name: &str, key: &str) -> SealedPassphrase {
     let public = services.recipient.public_key();
     let key = SecretBytes::from_wiped(&mut key.as_bytes().to_vec()).unwrap();
     let sealed = sealed_box::seal(&public, &passphrase_info(&of_datastore(name)), &key).unwrap();
@@ -32,7 +32,8 @@ fn sealed(services: &Services, name: &str, key: &str) -> SealedPassphrase {
     SealedPassphrase { passphrase_box: STANDARD.encode(public), sealed }
 }
 
-fn request(key: Option<SealedPassphrase>) -> AddDatastore {
+/// Adds the datastore `ceph`.
+pub(in crate::services) fn request(key: Option<SealedPassphrase>) -> AddDatastore {
     let pool = RbdPool {
         monitors: "v2:10.0.0.1:3300".to_owned(),
         user: "client.vmseal".to_owned(),

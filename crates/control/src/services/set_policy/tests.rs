@@ -2,7 +2,7 @@
 
 use vmseal_api::datastore::Messenger;
 use vmseal_api::model::TaskState;
-use vmseal_api::redundancy::{Layout, PoolFacts, PoolLayout, Redundancy};
+use vmseal_api::redundancy::{Layout, PoolFacts, PoolLayout};
 use vmseal_api::request::MoveVm;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -71,7 +71,7 @@ async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
     let asks = async |failures, layout, dry_run| {
-        let redundancy = Some(Redundancy { failures, layout });
+        let redundancy = Some(Redundancy { failures, layout, failure_domain: None });
         let request = SetPolicy { redundancy, ..SetPolicy::default() };
         match set(&services, &me, "encrypted", request, dry_run).await? {
             Outcome::Planned(plan) => Ok(plan.steps.concat()),
@@ -106,6 +106,67 @@ async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of
     asks(3, None, false).await.unwrap();
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
     asks(0, None, false).await.unwrap();
+    let Ok(Outcome::Done(task)) = moved("local").await else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
+}
+
+#[tokio::test]
+async fn disks_of_a_policy_with_a_failure_domain_are_where_copies_are_kept_apart_on_it() {
+    let fixture = Fixture::new().await;
+    let racks = PoolFacts { failure_domain: "rack".to_owned(), ..mirrored(3, 2).remove(0) };
+    fixture.add_pool("ceph", vec![racks]).await;
+    fixture.made("web", "encrypted").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let changed = async |request: SetPolicy, dry_run| match set(
+        &services,
+        &me,
+        "encrypted",
+        request,
+        dry_run,
+    )
+    .await?
+    {
+        Outcome::Planned(plan) => Ok(plan.steps.concat()),
+        Outcome::Done(policy) => Ok::<_, Problem>(policy.redundancy.to_string()),
+    };
+    let domain = |name: &str| {
+        let failure_domain = Some(name.to_owned());
+        SetPolicy { failure_domain, ..SetPolicy::default() }
+    };
+    let moved = async |to: &str| {
+        let request = MoveVm { datastore: to.to_owned(), disks: Vec::new(), rate: None };
+        mirror::move_disks(&services, &me, "web", request, false).await
+    };
+    let refused = changed(domain("shelf"), false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("failure_domain"));
+    assert!(refused.detail.contains("rack"), "{refused}");
+
+    // It stays where the number of failures is changed alone.
+    assert_eq!(changed(domain("row"), false).await.unwrap(), "each copy in another row");
+    let redundancy = Some(Redundancy { failures: 1, ..Redundancy::default() });
+    let failures = SetPolicy { redundancy, ..SetPolicy::default() };
+    assert_eq!(changed(failures, false).await.unwrap(), "1 failure, each copy in another row");
+
+    let refused = moved("ceph").await.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    assert!(
+        refused.detail.contains("pool 'vms' keeps each copy in another rack, not in another row"),
+        "{refused}"
+    );
+    // What is smaller is met, too.
+    changed(domain("host"), false).await.unwrap();
+    let Ok(Outcome::Done(task)) = moved("ceph").await else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
+    let refused = moved("local").await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("a directory"), "{refused}");
+    let planned = changed(domain("datacenter"), true).await.unwrap();
+    assert!(planned.contains("not in another datacenter"), "{planned}");
+
+    // Without it, and without failures, disks go anywhere.
+    let redundancy = Some(Redundancy::default());
+    let nothing = SetPolicy { redundancy, ..domain("") };
+    assert_eq!(changed(nothing, false).await.unwrap(), "any number of failures");
     let Ok(Outcome::Done(task)) = moved("local").await else { panic!("it does not move") };
     fixture.ends_well(task.id).await;
 }

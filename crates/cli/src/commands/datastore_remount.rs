@@ -1,0 +1,88 @@
+//! `vmseal datastore remount`: one host after the other, each by a request of its own.
+
+use anyhow::Context;
+use vmseal_api::client::ServerClient;
+use vmseal_api::datastore::DatastoreHost;
+use vmseal_api::model::{Datastore, Plan};
+
+use super::datastore::details;
+use crate::arguments::Output;
+use crate::print::{self, plan};
+use crate::stream::say;
+
+/// Has the hosts mount the pool anew that are to.
+pub async fn run(
+    server: &ServerClient,
+    output: Output,
+    (name, host): (&str, Option<&str>),
+    dry_run: bool,
+) -> anyhow::Result<()> {
+    let path = format!("datastores/{name}");
+    let mut datastore: Datastore = server.get(&path).await?;
+    let hosts = match host {
+        Some(host) => vec![host.to_owned()],
+        None => due(&datastore),
+    };
+    let of_host = |host: &str| format!("{path}/hosts/{host}/remount");
+    if dry_run {
+        let mut all = nothing(&datastore);
+        for host in &hosts {
+            let planned: Plan = server.try_post(&of_host(host), &()).await?;
+            all.steps.extend(planned.steps);
+            all.warnings.extend(planned.warnings);
+        }
+        if all.steps.is_empty() {
+            all.steps.push("do nothing: each host uses the key that the server holds".to_owned());
+        }
+        return plan::show(output, &all);
+    }
+    for host in &hosts {
+        let asked = server.post::<Datastore>(&of_host(host), &()).await;
+        datastore =
+            asked.with_context(|| format!("the pool is not mounted anew on host '{host}'"))?;
+        say(format!("host '{host}' has mounted the pool anew"));
+    }
+    print::one(output, &datastore, &details(&datastore))
+}
+
+/// The hosts whose mounts are not known to use the key that the server holds; all where it holds none.
+fn due(datastore: &Datastore) -> Vec<String> {
+    let is_current = |on: &&DatastoreHost| on.mounted_key.as_ref().is_some_and(|it| it.current);
+    let due = datastore.hosts.iter().filter(|on| !is_current(on));
+    due.map(|on| on.host.clone()).collect()
+}
+
+fn nothing(datastore: &Datastore) -> Plan {
+    let (kind, target) = ("datastore.remount".to_owned(), datastore.name.clone());
+    Plan { kind, target, ..Plan::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::commands::datastore_key::of_hosts;
+
+    #[test]
+    fn hosts_with_another_key_are_due_and_what_each_uses_is_said() {
+        let on = |host: &str, mounted: Option<(&str, bool)>| {
+            let pool = json!({ "monitors": "v2:10.0.0.1:3300", "user": "client.a", "pool": "vms" });
+            let mounted =
+                mounted.map(|(key, current)| json!({ "fingerprint": key, "current": current }));
+            let location = json!({ "kind": "rbd", "path": "/ceph", "pool": pool });
+            json!({ "host": host, "location": location, "mounted_key": mounted })
+        };
+        let hosts =
+            [on("a", Some(("22222222", true))), on("b", Some(("11111111", false))), on("c", None)];
+        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+        let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts, "key": "22222222" });
+        let datastore: Datastore = serde_json::from_value(datastore).unwrap();
+        assert_eq!(due(&datastore), ["b", "c"]);
+        let said: Vec<String> = of_hosts(&datastore).into_iter().map(|(_, line)| line).collect();
+        assert_eq!(said[0], "host 'a': 22222222 (current)");
+        assert!(said[1].starts_with("host 'b': 11111111, a former one, until"), "{said:?}");
+        assert_eq!(said[2], "host 'c': it has not said which");
+        assert!(details(&datastore)[0].1.ends_with("held by the server, 22222222"));
+    }
+}
