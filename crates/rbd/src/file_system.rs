@@ -4,6 +4,7 @@
 //! images are answered by librbd's threads when they are done, all others by the thread that got the request.
 
 mod attributes;
+mod metadata;
 mod seeking;
 
 use std::collections::HashMap;
@@ -11,7 +12,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use fuser::{
     BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
@@ -29,7 +30,7 @@ use crate::holes::take_room;
 use crate::image_layout;
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
-use crate::open_file::{OpenFile, Part, Store, noted_size};
+use crate::open_file::{OpenFile, Part, Store};
 use crate::open_files::OpenFiles;
 use crate::rooms::Rooms;
 
@@ -99,11 +100,6 @@ fn held(kind: i32) -> Option<Held> {
     }
 }
 
-/// A file whose room is known, or is taken to be its length.
-fn taking(attr: FileAttr, room: Option<u64>) -> FileAttr {
-    FileAttr { blocks: room.unwrap_or(attr.size).min(attr.size).div_ceil(512), ..attr }
-}
-
 /// How a file is opened: nothing of it is in the page cache, and its writes need not wait for each other.
 const OPENED: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
@@ -148,59 +144,6 @@ impl FileSystem {
         let inode = found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
         self.known(inode, directory, name);
         self.attributes(inode)
-    }
-
-    /// What a file or directory is like, and how long the kernel may know it.
-    fn attributes(&self, inode: Inode) -> io::Result<(FileAttr, Duration)> {
-        self.describe(inode, Rooms::known)
-    }
-
-    fn describe(
-        &self,
-        inode: Inode,
-        room: fn(&Rooms, Inode) -> Option<u64>,
-    ) -> io::Result<(FileAttr, Duration)> {
-        if inode.is_directory() {
-            return Ok((self.attr(inode, 0, UNIX_EPOCH, 2), NAMES_KNOWN));
-        }
-        let names = self.directories.names(inode)?;
-        let image = self.open.get(inode).and_then(|file| file.image());
-        // Given up before its room is counted: it must be closed when its handle is.
-        let image = image.map(|image| (image.size(), image.is_writable()));
-        if let Some((size, writable)) = image {
-            let room = room(&self.rooms, inode);
-            let known = if writable && room.is_some() { LENGTH_KNOWN } else { NAMES_KNOWN };
-            return Ok((taking(self.attr(inode, size, UNIX_EPOCH, names), room), known));
-        }
-        let (length, changed) = match self.store.pool.stat(&inode.object()) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => (0, UNIX_EPOCH),
-            told => told?,
-        };
-        let size = noted_size(&self.store.pool, inode)?;
-        let room = size.and_then(|_| room(&self.rooms, inode));
-        let attr = self.attr(inode, size.unwrap_or(length), changed, names);
-        Ok((taking(attr, room), NAMES_KNOWN))
-    }
-
-    fn attr(&self, inode: Inode, size: u64, changed: SystemTime, names: u32) -> FileAttr {
-        let directory = inode.is_directory();
-        FileAttr {
-            ino: INodeNo(inode.0),
-            size,
-            blocks: size.div_ceil(512),
-            atime: changed,
-            mtime: changed,
-            ctime: changed,
-            crtime: UNIX_EPOCH,
-            kind: if directory { FileType::Directory } else { FileType::RegularFile },
-            perm: if directory { 0o700 } else { 0o600 },
-            nlink: names,
-            uid: self.owner.0,
-            gid: self.owner.1,
-            rdev: 0,
-            blksize: BLOCK,
-            flags: 0,
-        }
     }
 
     fn make_file(

@@ -76,6 +76,8 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
         client_busy: sample.client_cpu / sample.seconds,
         others_busy: f64::NAN,
         cpu_per_gib: None,
+        storage_cpu_per_io: None,
+        times: None,
         neighbour: None,
         served: None,
     }

@@ -43,7 +43,8 @@ pub async fn run(
         }
         arguments::Datastore::Remount { name, host, dry_run } => {
             let which = (name.as_str(), host.as_deref());
-            datastore_remount::run(server, output, which, dry_run.dry_run).await
+            let now = datastore_remount::run(server, output, which, dry_run.dry_run).await?;
+            now.map_or(Ok(()), |it| print::one(output, &it, &details(&it)))
         }
         arguments::Datastore::Adopt(options) => adopt::run(server, output, *options).await,
         arguments::Datastore::Scan(of) => {

@@ -5,18 +5,17 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::DatastoreHost;
 use vmseal_api::model::{Datastore, Plan};
 
-use super::datastore::details;
 use crate::arguments::Output;
-use crate::print::{self, plan};
+use crate::print::plan;
 use crate::stream::say;
 
-/// Has the hosts mount the pool anew that are to.
+/// Has the hosts mount the pool anew that are to; the datastore afterwards, unless it was only a dry run, which is shown.
 pub async fn run(
     server: &ServerClient,
     output: Output,
     (name, host): (&str, Option<&str>),
     dry_run: bool,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<Datastore>> {
     let path = format!("datastores/{name}");
     let mut datastore: Datastore = server.get(&path).await?;
     let hosts = match host {
@@ -34,7 +33,8 @@ pub async fn run(
         if all.steps.is_empty() {
             all.steps.push("do nothing: each host uses the key that the server holds".to_owned());
         }
-        return plan::show(output, &all);
+        plan::show(output, &all)?;
+        return Ok(None);
     }
     for host in &hosts {
         let asked = server.post::<Datastore>(&of_host(host), &()).await;
@@ -42,7 +42,7 @@ pub async fn run(
             asked.with_context(|| format!("the pool is not mounted anew on host '{host}'"))?;
         say(format!("host '{host}' has mounted the pool anew"));
     }
-    print::one(output, &datastore, &details(&datastore))
+    Ok(Some(datastore))
 }
 
 /// The hosts whose mounts are not known to use the key that the server holds; all where it holds none.
@@ -62,6 +62,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::commands::datastore::details;
     use crate::commands::datastore_key::of_hosts;
 
     #[test]
