@@ -11,7 +11,7 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving_disks::ArrivingDisks;
 use super::internal;
-use super::migration::{Link, Message, in_time, lost, set_capabilities};
+use super::migration::{Link, Message, in_time, lost, set_capabilities, why_failed};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
 use crate::migration::placement::{Placed, Placement};
@@ -74,6 +74,7 @@ impl Arriving {
         link.send(&Message::Ready).await?;
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
+        let session = link.handle();
         let mut carried = pin!(async { carried.done().await.map_err(lost) });
         let moved = tokio::select! {
             biased;
@@ -83,7 +84,7 @@ impl Arriving {
                 moved
             }
             loaded = completed(qmp, |_| ()) => {
-                loaded?;
+                loaded.map_err(|said| why_failed(&session, said))?;
                 in_time(carried).await?
             }
         };

@@ -200,10 +200,11 @@ pub fn unexpected() -> Problem {
     internal("the other host of the migration says something unexpected: is its vmseal newer?")
 }
 
-/// The other host's refusal, for people.
+/// The other host's refusal, for people. That host says the same to its server, with its code.
 pub fn refused(why: &str) -> Problem {
     let why: String = why.chars().filter(|c| !c.is_control()).take(REFUSAL_MAX).collect();
-    Problem::new(ErrorCode::WrongState, format!("the other host cannot receive it: {why}"))
+    let detail = format!("the other host cannot receive it: {why}");
+    Problem { of_other_host: true, ..Problem::new(ErrorCode::WrongState, detail) }
 }
 
 /// What the transport is told of a session.
@@ -385,7 +386,17 @@ pub async fn in_time<T>(end: impl Future<Output = Result<T, Problem>>) -> Result
 
 /// The problem of a connection between two hosts.
 pub fn lost(error: TransportError) -> Problem {
-    internal(format!("the connection to the other host: {error}"))
+    let of_other_host = error.is_of_other_host();
+    let problem = internal(format!("the connection to the other host: {error}"));
+    Problem { of_other_host, ..problem }
+}
+
+/// Why QEMU's stream has failed: QEMU only finds its socket closed where the session has failed before.
+pub fn why_failed(session: &Handle, said: Problem) -> Problem {
+    match session.failure() {
+        Some(error) if !error.is_of_this_end() => lost(error),
+        _ => said,
+    }
 }
 
 /// The type of a QEMU's machine, with its version.

@@ -23,7 +23,7 @@ use super::departing_parts;
 use super::internal;
 use super::migration::{
     Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
-    unexpected,
+    unexpected, why_failed,
 };
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use super::to_copy::ToCopy;
@@ -257,9 +257,10 @@ async fn send_over(
         tokio::try_join!(carried, completed(qmp, tell)).map(drop)
     };
     let longest = STILL_MAX + Duration::from_millis(guest.downtime_milliseconds.into());
+    let session = link.handle();
     tokio::select! {
         biased;
-        moved = moved => moved?,
+        moved = moved => moved.map_err(|said| why_failed(&session, said))?,
         problem = stands_still_for(qmp, longest) => return Err(problem),
     }
     Ok(Sent { link, disks })
