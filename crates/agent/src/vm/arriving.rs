@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::pin::pin;
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use serde_json::json;
 use vmseal_api::id::DiskId;
@@ -36,15 +37,22 @@ pub struct Arriving {
     link: Mutex<Option<Link>>,
     /// The disks that are copied.
     disks: Mutex<Option<ArrivingDisks>>,
+    /// How long its end may take.
+    end_within: Duration,
     /// What of it was placed, once it is loaded.
     placed: OnceLock<Option<Placed>>,
 }
 
 impl Arriving {
-    /// That of a guest with such a machine, and the disks that are copied.
-    pub fn new(machine: String, link: Link, disks: Option<ArrivingDisks>) -> Self {
+    /// That of a guest with such a machine, and the disks that are copied; their end may take so long.
+    pub fn new(
+        machine: String,
+        link: Link,
+        disks: Option<ArrivingDisks>,
+        end_within: Duration,
+    ) -> Self {
         let (link, disks) = (Mutex::new(Some(link)), Mutex::new(disks));
-        Self { machine, link, disks, placed: OnceLock::new() }
+        Self { machine, link, disks, end_within, placed: OnceLock::new() }
     }
 
     /// What of it this agent has placed; none where QEMU has loaded it, or not yet.
@@ -80,12 +88,12 @@ impl Arriving {
             biased;
             moved = &mut carried => {
                 let moved = moved?;
-                completed(qmp, |_| ()).await?;
+                completed(qmp, self.end_within, |_| ()).await?;
                 moved
             }
-            loaded = completed(qmp, |_| ()) => {
+            loaded = completed(qmp, self.end_within, |_| ()) => {
                 loaded.map_err(|said| why_failed(&session, said))?;
-                in_time(carried).await?
+                in_time(self.end_within, carried).await?
             }
         };
         let _ = self.placed.set(moved.placed);
@@ -122,7 +130,7 @@ impl Arriving {
                 if disks.carry_still(&mut link)? {
                     link.send(&Message::Loaded).await?;
                 }
-                disks.filled().await?
+                disks.filled(self.end_within).await?
             }
             None => Vec::new(),
         };
