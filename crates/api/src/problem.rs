@@ -129,6 +129,10 @@ pub struct Problem {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub request_id: Option<Box<str>>,
+    /// Of a migration: whether the host says with it only that the other host has given up, or that the connection to it was
+    /// lost. Why that is, the other host says.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub of_other_host: bool,
     /// Whether nobody knows if the request was carried out: it was sent, and its answer was lost. A client's own
     /// finding, which is in no document.
     #[serde(skip)]
@@ -156,6 +160,7 @@ impl Problem {
             field: None,
             reason: None,
             request_id: None,
+            of_other_host: false,
             in_doubt: false,
             inventory: false,
         }
@@ -202,6 +207,7 @@ mod tests {
         assert_eq!(json["type"], "urn:vmseal:problem:invalid-request");
         assert_eq!(json["status"], 400);
         assert_eq!(json["field"], "disks[0].size");
+        assert_eq!(json.get("of_other_host"), None, "an earlier version would not say it");
         assert_eq!(serde_json::from_value::<Problem>(json).unwrap(), problem);
     }
 }

@@ -30,6 +30,16 @@ impl SimulatedHost {
         }
     }
 
+    /// A VM is not sent from here, or received, for this reason.
+    pub fn fail_migration(&self, vm: VmId, task: TaskId, problem: Problem) {
+        let mut inside = self.inside();
+        if let Ok(known) = inside.known(vm) {
+            known.work.remove(&Work::Job(task));
+            known.jobs.migrated(task, Err(problem));
+        }
+        inside.agent.publish(vm);
+    }
+
     /// Whether a guest runs here, or is about to: not one that is handed over.
     #[must_use]
     pub fn runs(&self, vm: VmId) -> bool {

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::pin::pin;
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use serde_json::json;
 use vmseal_api::id::DiskId;
@@ -11,7 +12,7 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving_disks::ArrivingDisks;
 use super::internal;
-use super::migration::{Link, Message, in_time, lost, set_capabilities};
+use super::migration::{Link, Message, in_time, lost, set_capabilities, why_failed};
 use super::stream::{completed, pass, sockets};
 use crate::hypervisor::qmp::Qmp;
 use crate::migration::placement::{Placed, Placement};
@@ -36,15 +37,22 @@ pub struct Arriving {
     link: Mutex<Option<Link>>,
     /// The disks that are copied.
     disks: Mutex<Option<ArrivingDisks>>,
+    /// How long its end may take.
+    end_within: Duration,
     /// What of it was placed, once it is loaded.
     placed: OnceLock<Option<Placed>>,
 }
 
 impl Arriving {
-    /// That of a guest with such a machine, and the disks that are copied.
-    pub fn new(machine: String, link: Link, disks: Option<ArrivingDisks>) -> Self {
+    /// That of a guest with such a machine, and the disks that are copied; their end may take so long.
+    pub fn new(
+        machine: String,
+        link: Link,
+        disks: Option<ArrivingDisks>,
+        end_within: Duration,
+    ) -> Self {
         let (link, disks) = (Mutex::new(Some(link)), Mutex::new(disks));
-        Self { machine, link, disks, placed: OnceLock::new() }
+        Self { machine, link, disks, end_within, placed: OnceLock::new() }
     }
 
     /// What of it this agent has placed; none where QEMU has loaded it, or not yet.
@@ -74,17 +82,18 @@ impl Arriving {
         link.send(&Message::Ready).await?;
         // First what the connection says: QEMU only finds that its stream has ended. To its authenticated end: nothing of it
         // was cut off.
+        let session = link.handle();
         let mut carried = pin!(async { carried.done().await.map_err(lost) });
         let moved = tokio::select! {
             biased;
             moved = &mut carried => {
                 let moved = moved?;
-                completed(qmp, |_| ()).await?;
+                completed(qmp, self.end_within, |_| ()).await?;
                 moved
             }
-            loaded = completed(qmp, |_| ()) => {
-                loaded?;
-                in_time(carried).await?
+            loaded = completed(qmp, self.end_within, |_| ()) => {
+                loaded.map_err(|said| why_failed(&session, said))?;
+                in_time(self.end_within, carried).await?
             }
         };
         let _ = self.placed.set(moved.placed);
@@ -121,7 +130,7 @@ impl Arriving {
                 if disks.carry_still(&mut link)? {
                     link.send(&Message::Loaded).await?;
                 }
-                disks.filled().await?
+                disks.filled(self.end_within).await?
             }
             None => Vec::new(),
         };

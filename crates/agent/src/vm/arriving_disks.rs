@@ -7,6 +7,7 @@
 //! What is written is ciphertext where the disk is encrypted; the filters have no keys. Nothing is written to the disk of a TPM.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{ArrivingCopies, Attachment, DiskSpec, VmSpec};
@@ -133,18 +134,18 @@ impl ArrivingDisks {
         Ok(self.disks)
     }
 
-    /// Waits until the source has written all, and it is durable.
+    /// Waits until the source has written all, which may take so long, and it is durable.
     ///
     /// # Errors
     /// Those of the connection and the filters.
-    pub async fn filled(self) -> Result<Vec<ArrivingDisk>, Problem> {
+    pub async fn filled(self, within: Duration) -> Result<Vec<ArrivingDisk>, Problem> {
         let ended = async {
             for bridge in self.bridges {
                 bridge.done().await.map_err(lost)?;
             }
             Ok(())
         };
-        in_time(ended).await?;
+        in_time(within, ended).await?;
         for (place, server) in self.servers {
             server.end(self.disks[place].disk.disk).await?;
         }

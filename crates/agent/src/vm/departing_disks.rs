@@ -20,11 +20,13 @@ use vmseal_api::filter::{DiskStatus, PIVOT_BYTES_MAX};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, MigrationProgress, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
+use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
 use super::internal;
 use super::migration::{Link, lost, unexpected};
 use super::mirroring::copy_whole;
+use super::standstill::StandStill;
 use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::filter::pace::Pace;
 use crate::filter::{self, Control};
@@ -39,13 +41,13 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// The same while the guest stands still.
 const REST_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long the guest may stand still until little is left to copy: Linux gives a request 30 seconds.
+/// The least that a copy may take while the guest stands still, and until little is left to copy.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How much a copy may lack before the memory is sent, in bytes: a guest that writes always leaves some.
 const SMALL_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
-/// How long the ends of the connections may take to come back.
+/// The least that the ends of the connections may take to come back.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// See the module.
@@ -134,17 +136,21 @@ impl DepartingDisks {
     /// Copies them. The guest stands still, and the other host waits for them.
     ///
     /// # Errors
-    /// The filter's; `internal` after [`REST_TIMEOUT`].
-    pub async fn copy_still(&mut self) -> Result<(), Problem> {
+    /// The filter's; `internal`: it takes longer than the guest may stand still.
+    pub async fn copy_still(&mut self, guest: &StandStill) -> Result<(), Problem> {
         let still = std::mem::take(&mut self.still);
+        let limit = guest.limit(REST_TIMEOUT, still.iter().map(|whole| whole.disk.0.size).sum());
         let copied = async {
             for disk in still {
                 disk.copy().await?;
             }
             Ok(())
         };
-        let late = || internal("copying what its firmware keeps takes too long");
-        timeout(REST_TIMEOUT, copied).await.unwrap_or_else(|_| Err(late()))
+        let late = || {
+            let seconds = limit.as_secs();
+            internal(format!("copying what its firmware keeps takes more than {seconds} s"))
+        };
+        timeout(limit, copied).await.unwrap_or_else(|_| Err(late()))
     }
 
     /// Those that the guest's filter copies.
@@ -171,16 +177,27 @@ impl DepartingDisks {
     /// The same while the guest stands still.
     ///
     /// # Errors
-    /// The filter's; `internal` after [`REST_TIMEOUT`].
-    pub async fn until_complete_soon(&self) -> Result<(), Problem> {
+    /// The filter's; `internal`: it takes longer than the guest may stand still.
+    pub async fn until_complete_soon(&self, guest: &StandStill) -> Result<(), Problem> {
+        let little = guest.last_bytes(SMALL_BYTES);
+        let lacking = self.lacking().await?.0;
+        if lacking <= little {
+            return Ok(());
+        }
         let small = async {
-            while self.lacking().await?.0 > SMALL_BYTES {
+            while self.lacking().await?.0 > little {
                 tokio::time::sleep(REST_INTERVAL).await;
             }
             Ok(())
         };
-        let late = || internal("the copies of its disks lack more than its guest could wait for");
-        timeout(REST_TIMEOUT, small).await.unwrap_or_else(|_| Err(late()))
+        let limit = guest.limit(REST_TIMEOUT, lacking);
+        let late = || {
+            let (lacking, seconds) = (Size(lacking), limit.as_secs());
+            internal(format!(
+                "the copies of its disks lacked {lacking} when its guest stood still, which were not copied within {seconds} s"
+            ))
+        };
+        timeout(limit, small).await.unwrap_or_else(|_| Err(late()))
     }
 
     /// How many bytes the copies lack, and how many were copied.
@@ -202,7 +219,7 @@ impl DepartingDisks {
     ///
     /// # Errors
     /// Those of the connection.
-    pub async fn end(self) -> Result<(), Problem> {
+    pub async fn end(self, guest: &StandStill) -> Result<(), Problem> {
         let ended = async {
             for bridge in self.bridges {
                 bridge.done().await.map_err(lost)?;
@@ -210,7 +227,7 @@ impl DepartingDisks {
             Ok(())
         };
         let late = || internal("the other host does not end the connections of the copied disks");
-        timeout(END_TIMEOUT, ended).await.unwrap_or_else(|_| Err(late()))
+        timeout(guest.limit(END_TIMEOUT, 0), ended).await.unwrap_or_else(|_| Err(late()))
     }
 }
 

@@ -40,6 +40,7 @@ use serde_json::value::RawValue;
 use serde_json::{Value, json};
 use vmseal_api::host::{MigrationProgress, MigrationSession, migration_info};
 use vmseal_api::id::{DiskId, MigrationId, SnapshotId, VmId};
+use vmseal_api::migration::DOWNTIME_MAX;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::migrated_disk_key;
 use vmseal_secret::wrap::{unwrap, wrap};
@@ -71,9 +72,10 @@ const MEMORY_STREAM: u16 = 1;
 /// The connection of the first disk that is copied; one for each follows.
 const DISK_STREAM: u16 = 2;
 
-/// How long the end of what is sent may take when the guest stands still: more than the source allows itself for it. Without it an
-/// attacker between the hosts could hold back that end alone, and with it the guest.
-const END_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long the end of what is sent may take when the guest stands still, beyond what the guest is to: more than the source allows
+/// itself for it ([`super::standstill`], 40 s in which its filter finishes, 30 s for the ends of the connections). Without it an attacker
+/// between the hosts could hold back that end alone, and with it the guest.
+const END_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// The longest refusal that is read, in characters.
 const REFUSAL_MAX: usize = 2000;
@@ -94,6 +96,9 @@ pub enum Message {
         /// What goes before the disks, in the same order; none where nothing does.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         before: Vec<SentBefore>,
+        /// How long the guest is to stand still at most; 0 of an earlier agent, which does not say it.
+        #[serde(default)]
+        downtime_milliseconds: u32,
     },
     /// The VM is off, and all of its disks are copied.
     AtRest {
@@ -156,11 +161,12 @@ impl Message {
         machine: String,
         record: &Record,
         (copies, before): (Vec<DiskId>, Vec<SentBefore>),
+        downtime_milliseconds: u32,
     ) -> Result<Self, Problem> {
         let text = record.to_text().map_err(internal)?;
         let text = String::from_utf8(text).map_err(internal)?;
         let record = RawValue::from_string(text).map_err(internal)?;
-        Ok(Self::Machine { machine, record, copies, before })
+        Ok(Self::Machine { machine, record, copies, before, downtime_milliseconds })
     }
 }
 
@@ -200,10 +206,11 @@ pub fn unexpected() -> Problem {
     internal("the other host of the migration says something unexpected: is its vmseal newer?")
 }
 
-/// The other host's refusal, for people.
+/// The other host's refusal, for people. That host says the same to its server, with its code.
 pub fn refused(why: &str) -> Problem {
     let why: String = why.chars().filter(|c| !c.is_control()).take(REFUSAL_MAX).collect();
-    Problem::new(ErrorCode::WrongState, format!("the other host cannot receive it: {why}"))
+    let detail = format!("the other host cannot receive it: {why}");
+    Problem { of_other_host: true, ..Problem::new(ErrorCode::WrongState, detail) }
 }
 
 /// What the transport is told of a session.
@@ -369,23 +376,42 @@ fn disk_stream(place: usize) -> Result<u16, Problem> {
     Ok(DISK_STREAM.saturating_add(place))
 }
 
+/// How long the end of what is sent may take, where the source says that its guest is to stand still for so long at most. Nobody can ask
+/// for more than [`DOWNTIME_MAX`], and a source that says so is not believed.
+pub fn end_timeout(downtime_milliseconds: u32) -> Duration {
+    END_TIMEOUT + Duration::from_millis(downtime_milliseconds.min(DOWNTIME_MAX).into())
+}
+
 /// What comes at the end of what is sent, while the guest stands still.
 ///
 /// # Errors
 /// Its own; `internal`: it does not come.
-pub async fn in_time<T>(end: impl Future<Output = Result<T, Problem>>) -> Result<T, Problem> {
+pub async fn in_time<T>(
+    limit: Duration,
+    end: impl Future<Output = Result<T, Problem>>,
+) -> Result<T, Problem> {
     let late = || {
-        let seconds = END_TIMEOUT.as_secs();
+        let seconds = limit.as_secs();
         internal(format!(
             "the connection to the other host: the end of what it sends has not come within {seconds} s"
         ))
     };
-    tokio::time::timeout(END_TIMEOUT, end).await.unwrap_or_else(|_| Err(late()))
+    tokio::time::timeout(limit, end).await.unwrap_or_else(|_| Err(late()))
 }
 
 /// The problem of a connection between two hosts.
 pub fn lost(error: TransportError) -> Problem {
-    internal(format!("the connection to the other host: {error}"))
+    let of_other_host = error.is_of_other_host();
+    let problem = internal(format!("the connection to the other host: {error}"));
+    Problem { of_other_host, ..problem }
+}
+
+/// Why QEMU's stream has failed: QEMU only finds its socket closed where the session has failed before.
+pub fn why_failed(session: &Handle, said: Problem) -> Problem {
+    match session.failure() {
+        Some(error) if !error.is_of_this_end() => lost(error),
+        _ => said,
+    }
 }
 
 /// The type of a QEMU's machine, with its version.
@@ -447,6 +473,17 @@ mod tests {
         let short = wrap_dek(&kek, migration, disk, &random(32)).unwrap();
         assert!(unwrap_dek(&kek, migration, disk, &short).is_err());
         assert!(unwrap_dek(&kek, migration, disk, "no base64!").is_err());
+    }
+
+    #[test]
+    fn the_end_may_take_longer_where_the_guest_may_stand_still_for_longer() {
+        assert_eq!(end_timeout(0), END_TIMEOUT);
+        assert_eq!(end_timeout(2_000), END_TIMEOUT + Duration::from_secs(2));
+        let most = Duration::from_millis(DOWNTIME_MAX.into());
+        assert_eq!(end_timeout(u32::MAX), END_TIMEOUT + most, "it is not believed");
+        let earlier = json!({"machine": {"machine": "pc-q35-7.2", "record": {}}});
+        let read: Message = serde_json::from_str(&earlier.to_string()).unwrap();
+        assert!(matches!(read, Message::Machine { downtime_milliseconds: 0, .. }));
     }
 
     #[test]

@@ -51,6 +51,7 @@ mod sending;
 mod sending_at_rest;
 mod serve;
 mod service;
+mod standstill;
 mod start;
 pub(crate) mod state_store;
 mod stream;

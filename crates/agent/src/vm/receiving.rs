@@ -35,7 +35,8 @@ use super::arriving::Arriving;
 use super::arriving_disks::{self, ArrivingDisks};
 use super::arriving_keys::ArrivingKeys;
 use super::migration::{
-    Link, Message, SentBefore, copy_secret, lost, memory_transit, refused, session_of, unexpected,
+    Link, Message, SentBefore, copy_secret, end_timeout, lost, memory_transit, refused, session_of,
+    unexpected,
 };
 use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
@@ -494,20 +495,21 @@ impl Coming {
     async fn come(self, pending: Pending) -> Result<Loaded, Problem> {
         let _counted = figures::IN.begin();
         let mut link = Link::of(pending.session(CONNECT_TIMEOUT).await.map_err(lost)?)?;
-        let (machine, record, copies, before) = match link.receive(MACHINE_TIMEOUT).await? {
-            Message::Machine { machine, record, copies, before } => {
-                (machine, record, copies, before)
-            }
-            Message::Refused { why } => return Err(refused(&why)),
-            _ => return Err(unexpected()),
-        };
+        let (machine, record, (copies, before), end_within) =
+            match link.receive(MACHINE_TIMEOUT).await? {
+                Message::Machine { machine, record, copies, before, downtime_milliseconds } => {
+                    (machine, record, (copies, before), end_timeout(downtime_milliseconds))
+                }
+                Message::Refused { why } => return Err(refused(&why)),
+                _ => return Err(unexpected()),
+            };
         if copies != self.copies {
             return Err(unexpected());
         }
         let prepared = self.prepare(&record, &before, &mut link).await;
         let plan = match prepared {
             Ok((plan, disks)) => {
-                let memory = Memory::Arriving(Arriving::new(machine, link, disks));
+                let memory = Memory::Arriving(Arriving::new(machine, link, disks, end_within));
                 Arc::new(Plan { memory, ..plan })
             }
             Err(problem) => {

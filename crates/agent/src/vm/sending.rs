@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
 use vmseal_api::host::MigrationProgress;
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
@@ -23,11 +22,12 @@ use super::departing_parts;
 use super::internal;
 use super::migration::{
     Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
-    unexpected,
+    unexpected, why_failed,
 };
+use super::standstill::{StandStill, until_held};
 use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
 use super::to_copy::ToCopy;
-use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::migration::figures;
 use crate::migration::transport::{self, Compressed, Handle, Spec};
 use crate::process::run_record::Record;
@@ -35,17 +35,8 @@ use crate::process::run_record::Record;
 /// The least time between two reports of how far it is: each goes to the server.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long the destination may take to load what it has got, while the guest stands still: Linux gives a request to its disk 30
-/// seconds.
+/// The least that the destination may take to load what it has got, while the guest stands still.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// How long the guest may stand still, beyond what it was to, until the other host has the rest of its memory. A connection that takes
-/// nothing counts as lost before ([`transport::STALL_TIMEOUT`]). One that takes all and delivers nothing, or a byte now and then, does
-/// not: an attacker between the hosts could hold the guest.
-const STILL_MAX: Duration = Duration::from_secs(60);
-
-/// How often QEMU is asked whether it stands still.
-const STILL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The sending of a guest to another host. Dropped, it ends.
 pub struct Sending {
@@ -69,6 +60,8 @@ pub struct Sent {
     link: Link,
     /// The disks that are copied.
     pub disks: Option<Box<DepartingDisks>>,
+    /// How long its guest may stand still.
+    still: StandStill,
 }
 
 impl std::fmt::Debug for Sent {
@@ -78,16 +71,19 @@ impl std::fmt::Debug for Sent {
 }
 
 impl Sent {
-    /// The guest stands still: copies what is copied then.
+    /// The guest stands still: waits until its disks' copies lack little, and copies what is copied then.
     ///
     /// # Errors
     /// Those of the connection and the filters.
     pub async fn copy_still(&mut self) -> Result<(), Problem> {
+        if let Some(disks) = &self.disks {
+            disks.until_complete_soon(&self.still).await?;
+        }
         let Some(disks) = self.disks.as_mut().filter(|disks| disks.has_still()) else {
             return Ok(());
         };
-        match self.link.receive(LOADED_TIMEOUT).await? {
-            Message::Loaded => disks.copy_still().await,
+        match self.link.receive(self.still.limit(LOADED_TIMEOUT, 0)).await? {
+            Message::Loaded => disks.copy_still(&self.still).await,
             Message::Refused { why } => Err(refused(&why)),
             _ => Err(unexpected()),
         }
@@ -99,7 +95,7 @@ impl Sent {
     /// Those of the connection: the other host may not have all of the copied disks.
     pub async fn end(self) -> Result<(), Problem> {
         if let Some(disks) = self.disks {
-            disks.end().await?;
+            disks.end(&self.still).await?;
         }
         self.link.finish().await;
         Ok(())
@@ -200,7 +196,9 @@ async fn keep_rate(
         // more than the rate.
         let of_qemu = rate.filter(|_| !guest.compresses).unwrap_or(BANDWIDTH_MAX);
         let parameters = json!({"max-bandwidth": of_qemu});
-        if let Err(error) = guest.qmp.execute("migrate-set-parameters", parameters).await {
+        let limit = silence(&StandStill::of(guest.downtime_milliseconds));
+        let set = guest.qmp.execute_within("migrate-set-parameters", parameters, limit);
+        if let Err(error) = set.await {
             return error;
         }
         if rates.changed().await.is_err() {
@@ -218,7 +216,8 @@ async fn send_over(
 ) -> Result<Sent, Problem> {
     let qmp = &guest.qmp;
     let copied = guest.copies.as_ref().map(ToCopy::told).unwrap_or_default();
-    link.send(&Message::machine(machine, &guest.record, copied)?).await?;
+    let still_for = guest.downtime_milliseconds;
+    link.send(&Message::machine(machine, &guest.record, copied, still_for)?).await?;
     let disks = match &guest.copies {
         Some(copies) => {
             Some(Box::new(copy_disks(copies, guest.migration, &mut link, &report).await?))
@@ -242,8 +241,11 @@ async fn send_over(
         return Err(refuses(error));
     }
     let (mut sealing, mut told) = (link.sealing_meter(), None::<Instant>);
+    let (mut still, mut rate) = (StandStill::of(guest.downtime_milliseconds), 0);
     let tell = |state: &Value| {
         let progress = progress_of(state);
+        // Not each answer has one.
+        rate = if progress.rate > 0 { progress.rate } else { rate };
         if !progress.all_sent && told.is_some_and(|told| told.elapsed() < REPORT_INTERVAL) {
             return;
         }
@@ -254,36 +256,30 @@ async fn send_over(
     // and ended.
     let moved = async {
         let carried = async { carried.done().await.map_err(lost) };
-        tokio::try_join!(carried, completed(qmp, tell)).map(drop)
+        tokio::try_join!(carried, completed(qmp, silence(&still), tell)).map(drop)
     };
-    let longest = STILL_MAX + Duration::from_millis(guest.downtime_milliseconds.into());
+    let session = link.handle();
     tokio::select! {
         biased;
-        moved = moved => moved?,
-        problem = stands_still_for(qmp, longest) => return Err(problem),
+        moved = moved => moved.map_err(|said| why_failed(&session, said))?,
+        problem = held(qmp, &still) => return Err(problem),
     }
-    Ok(Sent { link, disks })
+    still.all_sent(rate);
+    Ok(Sent { link, disks, still })
 }
 
-/// Waits until the guest has stood still for so long.
-async fn stands_still_for(qmp: &Qmp, longest: Duration) -> Problem {
-    let mut since = None;
-    loop {
-        sleep(STILL_INTERVAL).await;
-        // Who waits for the stream is told of a QEMU that does not answer.
-        let Ok(state) = qmp.execute("query-status", Value::Null).await else { continue };
-        if !stands_still(&state) {
-            since = None;
-            continue;
-        }
-        let since = since.get_or_insert_with(Instant::now);
-        if since.elapsed() >= longest {
-            let seconds = longest.as_secs();
-            return internal(format!(
-                "the connection to the other host: the guest has stood still for {seconds} s, and the other host does not have the rest of its memory"
-            ));
-        }
-    }
+/// How long QEMU may answer nothing: it does not while it sends the rest of the memory. A guest that is held is noticed before.
+fn silence(still: &StandStill) -> Duration {
+    still.longest().saturating_add(COMMAND_TIMEOUT)
+}
+
+/// Waits until the guest has stood still for longer than it may.
+async fn held(qmp: &Qmp, still: &StandStill) -> Problem {
+    let ask = || async {
+        let state = qmp.execute_within("query-status", Value::Null, silence(still)).await;
+        state.ok().map(|state| stands_still(&state))
+    };
+    until_held(still.longest(), ask).await
 }
 
 /// Whether QEMU has stopped its guest to send the rest of its memory.

@@ -60,14 +60,20 @@ pub async fn take_back(qmp: &Qmp, name: &str) {
     let _ = qmp.execute("closefd", json!({"fdname": name})).await;
 }
 
-/// Waits until QEMU has written or loaded its whole stream. `tell` is given what QEMU says of it each time.
+/// Waits until QEMU has written or loaded its whole stream. `tell` is given what QEMU says of it each time. `silence` is how long it
+/// may answer nothing.
 ///
 /// # Errors
 /// `internal`: QEMU's, and that the stream failed.
-pub async fn completed(qmp: &Qmp, mut tell: impl FnMut(&Value)) -> Result<(), Problem> {
+pub async fn completed(
+    qmp: &Qmp,
+    silence: Duration,
+    mut tell: impl FnMut(&Value),
+) -> Result<(), Problem> {
     let mut complete_since = None;
     loop {
-        let state = qmp.execute("query-migrate", Value::Null).await.map_err(internal)?;
+        let state = qmp.execute_within("query-migrate", Value::Null, silence).await;
+        let state = state.map_err(internal)?;
         tell(&state);
         if !is_complete(&state)? {
             sleep(ASK_INTERVAL).await;

@@ -21,7 +21,7 @@ use vmseal_secret::SecretBytes;
 use super::internal;
 use super::migration::machine_of;
 use super::stream::{BANDWIDTH_MAX, completed, pass, pipe, take_back};
-use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::process::live::Live;
 use crate::process::run_record::Record;
 use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
@@ -87,7 +87,7 @@ async fn save(ToSave { files, generation, record, kek, qmp }: ToSave) -> Result<
     }
     // It ends when QEMU has closed its end of the pipe; where it ends sooner, QEMU finds the pipe closed.
     let copied = copying.await.map_err(internal)?;
-    let streamed = completed(&qmp, |_| ()).await;
+    let streamed = completed(&qmp, COMMAND_TIMEOUT, |_| ()).await;
     let writer = copied?;
     streamed?;
     let finish = move || {
@@ -170,7 +170,7 @@ impl Resume {
         let uri = json!({"uri": format!("fd:{name}")});
         let loading = async {
             qmp.execute("migrate-incoming", uri).await.map_err(internal)?;
-            completed(qmp, |_| ()).await
+            completed(qmp, COMMAND_TIMEOUT, |_| ()).await
         };
         let loaded = loading.await;
         // First what the file says: QEMU only finds that its stream has ended.

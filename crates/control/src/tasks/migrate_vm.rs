@@ -13,6 +13,7 @@
 //! the operator who knows that it is gone for good, can tell.
 
 pub(super) mod away;
+mod cause;
 pub(super) mod watched;
 
 use std::net::{IpAddr, SocketAddr};
@@ -35,6 +36,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
+use self::cause::{OtherHostWait, Said, Verdict, at_destination, at_source, judge};
 use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
@@ -394,18 +396,23 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
     // As it was told; the task may have been given another one since.
     let told = sent.begin.as_ref().and_then(|departure| departure.bytes_per_second);
     let mut pace = CopyPace { bytes_per_second: told, paused: false };
+    let mut wait = OtherHostWait::default();
     loop {
-        let loaded = has_loaded(run, &destination)?;
         watched.note(run, &source);
-        if is_handed_over(run, &source) && loaded {
+        let (here, there) = (at_source(run, &source), at_destination(run, &destination));
+        if is_handed_over(run, &source) && there == Said::Done {
             return Ok(watched.loaded(run, &destination));
         }
-        sends(run, &source)?;
-        receives(run, &destination)?;
+        match judge(&here, &there, wait.is_over()) {
+            Verdict::GoesOn => {}
+            Verdict::Waits => wait.begin(),
+            Verdict::Ends(error) => return Err(error),
+        }
         run.check_cancelled()?;
         tokio::select! {
             newer = run.host_state(ends.from, Some(&source)) => source = newer?,
             newer = run.host_state(ends.to, Some(&destination)) => destination = newer?,
+            () = wait.over() => {}
             () = run.another_pace(pace) => {
                 pace = run.pace();
                 tell_pace(run, ends.from, &mut sent, pace).await?;
@@ -426,38 +433,6 @@ async fn tell_pace(
     }
     let job = JobSpec::Send(sent.clone());
     Ok(agent_of(run, from)?.put_job(run.vm_id, run.task.id, job).await?)
-}
-
-/// Checks that the source sends.
-fn sends(run: &Run<'_>, source: &HostState) -> Result<(), StepError> {
-    match run.job_in(source).map(|job| &job.state) {
-        Some(JobState::Failed { problem }) => Err(StepError::Final(problem.clone())),
-        Some(JobState::Cancelled) => {
-            let what = "the source has cancelled it";
-            Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)))
-        }
-        Some(_) => Ok(()),
-        None if is_handed_over(run, source) => Ok(()),
-        None => {
-            let what = "the agent of the source has restarted while it sent the VM";
-            Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
-        }
-    }
-}
-
-/// Checks that the destination receives. The source does not notice that it has stopped, once the guest is handed over.
-fn receives(run: &Run<'_>, destination: &HostState) -> Result<(), StepError> {
-    match run.job_in(destination).map(|job| &job.state) {
-        Some(JobState::Cancelled) => {
-            let what = "the destination has cancelled it";
-            Err(StepError::Final(Problem::new(ErrorCode::Cancelled, what)))
-        }
-        Some(_) => Ok(()),
-        None => {
-            let what = "the agent of the destination has restarted while it received the VM";
-            Err(StepError::Again(Problem::new(ErrorCode::Unreachable, what)))
-        }
-    }
 }
 
 /// Whether the source's guest stands still, and its disks are free.

@@ -34,7 +34,7 @@ const LINE_MAX: usize = 4 * 1024 * 1024;
 /// The longest that QEMU may take for its greeting: under emulation, on a busy machine, with much memory.
 pub const GREETING_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The longest that a command may take.
+/// The longest that a command may take, unless more is allowed ([`Qmp::execute_within`]).
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How many events may wait for the receiver. When it is full, reading waits.
@@ -124,7 +124,20 @@ impl Qmp {
     /// # Errors
     /// [`QmpError`]; after [`QmpError::TimedOut`] the command may or may not have been executed.
     pub async fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.execute_with(command, arguments, None).await
+        self.execute_within(command, arguments, COMMAND_TIMEOUT).await
+    }
+
+    /// The same with another limit: QEMU answers nothing while it sends the rest of its guest's memory.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub async fn execute_within(
+        &self,
+        command: &str,
+        arguments: Value,
+        limit: Duration,
+    ) -> Result<Value, QmpError> {
+        self.execute_with(command, arguments, None, limit).await
     }
 
     /// Passes a descriptor to QEMU under a name (`getfd`).
@@ -133,7 +146,7 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub async fn pass_descriptor(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
         let arguments = serde_json::json!({ "fdname": name });
-        self.execute_with("getfd", arguments, Some(fd)).await.map(drop)
+        self.execute_with("getfd", arguments, Some(fd), COMMAND_TIMEOUT).await.map(drop)
     }
 
     /// Passes a descriptor to QEMU in a set of descriptors of its own (`add-fd`); QEMU's answer.
@@ -141,7 +154,7 @@ impl Qmp {
     /// # Errors
     /// As [`Qmp::execute`].
     pub async fn add_descriptor(&self, fd: BorrowedFd<'_>) -> Result<Value, QmpError> {
-        self.execute_with("add-fd", Value::Null, Some(fd)).await
+        self.execute_with("add-fd", Value::Null, Some(fd), COMMAND_TIMEOUT).await
     }
 
     async fn execute_with(
@@ -149,6 +162,7 @@ impl Qmp {
         command: &str,
         arguments: Value,
         fd: Option<BorrowedFd<'_>>,
+        limit: Duration,
     ) -> Result<Value, QmpError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (reply, answer) = oneshot::channel();
@@ -159,12 +173,12 @@ impl Qmp {
             wire::send(&self.stream, &line, fd).await?;
             answer.await.map_err(|_| QmpError::Closed)
         };
-        let result = timeout(COMMAND_TIMEOUT, exchange).await;
+        let result = timeout(limit, exchange).await;
         if let Some(waiting) = locked(&self.waiting).as_mut() {
             waiting.remove(&id);
         }
         match result {
-            Err(_) => Err(time_out(command, COMMAND_TIMEOUT)),
+            Err(_) => Err(time_out(command, limit)),
             Ok(Err(error)) => Err(error),
             Ok(Ok(Ok(value))) => Ok(value),
             Ok(Ok(Err((class, description)))) => {

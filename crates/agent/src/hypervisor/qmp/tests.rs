@@ -117,6 +117,24 @@ async fn a_monitor_that_is_silent_is_timed_out() {
     drop(listener);
 }
 
+#[tokio::test]
+async fn a_command_may_take_as_long_as_it_is_allowed() {
+    let directory = tempfile::tempdir().unwrap();
+    // It answers no more then, and keeps its connection.
+    let silence = vec![Vec::new(); 3];
+    let answers = [vec![b"{\"return\":{},\"id\":1}\n".to_vec()], silence].concat();
+    pretender(&directory, answers).await;
+    let (qmp, _events) = Qmp::connect(&socket(&directory)).await.unwrap();
+    tokio::time::pause();
+    for limit in [COMMAND_TIMEOUT * 4, COMMAND_TIMEOUT / 4] {
+        let begun = tokio::time::Instant::now();
+        let answer = qmp.execute_within("query-migrate", Value::Null, limit).await;
+        let error = answer.unwrap_err();
+        assert!(matches!(error, QmpError::TimedOut { seconds, .. } if seconds == limit.as_secs()));
+        assert!(begun.elapsed() >= limit && begun.elapsed() < limit + Duration::from_secs(1));
+    }
+}
+
 #[test]
 fn the_reasons_of_an_end_are_distinguished() {
     let event = |reason: &str| {

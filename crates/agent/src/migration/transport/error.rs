@@ -171,6 +171,41 @@ pub enum TransportError {
 }
 
 impl TransportError {
+    /// Whether it says only that the other host is gone, takes nothing or has given up: why that is, the other host knows.
+    #[must_use]
+    pub fn is_of_other_host(&self) -> bool {
+        match self {
+            Self::Refused { .. }
+            | Self::HandshakeTimeout { .. }
+            | Self::NotConnected { .. }
+            | Self::Stalled { .. }
+            | Self::Lost { .. }
+            | Self::Silent { .. }
+            | Self::Ended { .. } => true,
+            // One that is cut off looks so: what was changed on its way has another error.
+            Self::Frame { error, .. } => matches!(error, FrameError::Truncated(_)),
+            Self::Bind { .. }
+            | Self::Connect { .. }
+            | Self::Hello { .. }
+            | Self::AlreadyExpected(_)
+            | Self::Kind { .. }
+            | Self::Compressed { .. }
+            | Self::Placement { .. }
+            | Self::Local { .. }
+            | Self::MessageTooLong { .. }
+            | Self::Message { .. }
+            | Self::Abandoned { .. }
+            | Self::Cancelled
+            | Self::Setup { .. } => false,
+        }
+    }
+
+    /// Whether it follows from what this host has done with its end: who has done it says why.
+    #[must_use]
+    pub fn is_of_this_end(&self) -> bool {
+        matches!(self, Self::Local { .. } | Self::Abandoned { .. } | Self::Cancelled)
+    }
+
     /// What an error of reading from or writing to a connection means.
     pub(super) fn of_connection(stream: u16, error: io::Error) -> Self {
         match error.kind() {

@@ -194,9 +194,6 @@ impl Owner {
 
     /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.
     async fn hand_over(&mut self, mut sent: Sent) -> Result<(), Problem> {
-        if let Some(copied) = &sent.disks {
-            copied.until_complete_soon().await?;
-        }
         sent.copy_still().await?;
         let spec = self.spec.clone();
         let read = move || lease::read(&spec);

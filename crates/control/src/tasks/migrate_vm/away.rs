@@ -32,10 +32,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ArrivalSession, ArrivalShown, ArrivalState};
 use vmseal_secret::{SecretBytes, sealed_box};
 
+use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, nonce, running_disks, sends,
-    tell_pace,
+    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, nonce, running_disks, tell_pace,
 };
 use crate::hosts::keys;
 use crate::operation::Operation;
@@ -247,7 +247,7 @@ fn cancelled(arrival: ArrivalShown) -> StepError {
         .problem
         .unwrap_or_else(|| Problem::new(ErrorCode::Cancelled, "it was cancelled there"));
     let detail = format!("the other control plane does not take it: {}", problem.detail);
-    StepError::Final(Problem { in_doubt: false, ..Problem::new(problem.code, detail) })
+    StepError::Final(Problem::new(problem.code, detail))
 }
 
 /// Has the other control plane prepare for the VM.
@@ -365,16 +365,22 @@ async fn follow(run: &Run<'_>, route: &Route, mut sent: SendJob) -> Result<Watch
     let mut pace = CopyPace { bytes_per_second: told, paused: false };
     let mut asking = tokio::time::interval(ASK_EVERY);
     asking.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let (mut there, mut wait) = (Said::Works, OtherHostWait::default());
     loop {
         watched.note(run, &source);
         if is_sent(run, route, &source) {
             return Ok(watched);
         }
-        sends(run, &source)?;
+        match judge(&at_source(run, &source), &there, wait.is_over()) {
+            Verdict::GoesOn => {}
+            Verdict::Waits => wait.begin(),
+            Verdict::Ends(error) => return Err(error),
+        }
         run.check_cancelled()?;
         tokio::select! {
             newer = run.host_state(route.from, Some(&source)) => source = newer?,
-            _ = asking.tick() => arrives(remote.arrival(route.arrival).await)?,
+            _ = asking.tick() => there = arrives(remote.arrival(route.arrival).await, there),
+            () = wait.over() => {}
             () = run.another_pace(pace) => {
                 pace = run.pace();
                 tell_pace(run, route.from, &mut sent, pace).await?;
@@ -383,16 +389,18 @@ async fn follow(run: &Run<'_>, route: &Route, mut sent: SendJob) -> Result<Watch
     }
 }
 
-/// Ends a transfer whose destination has failed. One whose control plane does not answer goes on: the hosts need it at the end only.
-fn arrives(answer: Result<ArrivalShown, Problem>) -> Result<(), StepError> {
+/// What the other control plane says of its host. One that does not answer has said what it said `before`: the hosts need it at the end
+/// only.
+fn arrives(answer: Result<ArrivalShown, Problem>, before: Said) -> Said {
     match answer {
         Ok(arrival) if arrival.state == ArrivalState::Cancelled || arrival.problem.is_some() => {
-            Err(cancelled(arrival))
+            let of_other_host = arrival.problem.as_ref().is_some_and(|it| it.of_other_host);
+            Said::Failed(Problem { of_other_host, ..cancelled(arrival).problem() })
         }
-        Ok(_) => Ok(()),
+        Ok(_) => Said::Works,
         Err(problem) => {
             tracing::info!(%problem, "the other control plane does not answer while a VM is sent");
-            Ok(())
+            before
         }
     }
 }

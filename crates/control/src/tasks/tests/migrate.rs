@@ -292,6 +292,35 @@ async fn a_destination_whose_agent_restarts_while_the_guest_stands_still_is_trie
     Disks::Shared.assert_done(&fixture, vm, "after the restart").await;
 }
 
+/// Each host may be the one that has failed, and each may be heard first.
+#[tokio::test]
+async fn a_task_tells_what_happened_first_whichever_host_is_heard_first() {
+    for (source_failed, source_is_first) in
+        [(false, false), (false, true), (true, false), (true, true)]
+    {
+        let what = format!("{source_failed} {source_is_first}");
+        let fixture = Fixture::new().await;
+        let vm = Disks::Shared.before(&fixture).await;
+        let there = fixture.agent_of(OTHER_HOST);
+        fixture.agent.set_work(LONG);
+        there.set_work(LONG);
+        let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+        let sends = async || fixture.agent.departure(vm, task).map(drop);
+        fixture.eventually("it is sent", sends).await;
+        let full = Problem::new(ErrorCode::NoSpace, "the disk is full");
+        let lost = Problem::new(ErrorCode::Internal, "the connection is lost");
+        let lost = Problem { of_other_host: true, ..lost };
+        for of_source in [source_is_first, !source_is_first] {
+            let host = if of_source { &fixture.agent } else { &there };
+            let problem = if of_source == source_failed { &full } else { &lost };
+            host.fail_migration(vm, task, problem.clone());
+        }
+        let problem = fixture.ended(task).await.problem.unwrap();
+        assert_eq!((problem.code, &*problem.detail), (full.code, &*full.detail), "{what}");
+        Disks::Shared.assert_undone(&fixture, vm, &what).await;
+    }
+}
+
 #[tokio::test]
 async fn a_migration_is_sent_as_fast_as_the_task_says_and_the_guest_stands_still_as_long() {
     let fixture = Fixture::new().await;
