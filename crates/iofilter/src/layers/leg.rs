@@ -141,10 +141,17 @@ impl LegChain {
     /// [`IoError`].
     pub fn flush(&mut self) -> Result<(), IoError> {
         let flushed = self.run(Operation::Flush, 0, None);
-        if let (Err(_), Some(leg)) = (&flushed, &self.leg) {
-            leg.storage().forget_failed_flush();
+        if flushed.is_err() {
+            self.forget_failed_flush();
         }
         flushed
+    }
+
+    /// Everything since the last good flush will be written again: a failed flush need not fail those that follow.
+    pub(super) fn forget_failed_flush(&self) {
+        if let Some(leg) = &self.leg {
+            leg.storage().forget_failed_flush();
+        }
     }
 
     /// Whether a server elsewhere has it.

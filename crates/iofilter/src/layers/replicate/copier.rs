@@ -4,6 +4,15 @@
 //!  batch: [ticket, read, write] of marked chunks ──> disk flushed, copy flushed ──> unmarked
 //!           │ on error: logged, tried again after the others
 //! ```
+//! On a long line a flush takes as long as many pieces. So a copy elsewhere is flushed while the next batch is copied:
+//! ```text
+//!  batch 1: copied ──> [in flight: written] ──> [both sides flushed] ──> unmarked
+//!  batch 2:            copied ────────────────────────────────────────────────> [in flight: written] ──> …
+//! ```
+//! The pipe knows how far the flush of the former batch is ([`Pipe::begin_flush`]). One batch at a time waits for it, and none
+//! at the end of a pass, when the copy is paused or ends, and after an error. A failed flush may have lost what was written
+//! of either batch, so both stay marked.
+//!
 //! A chunk may change while it is copied; then it stays marked, and the torn copy does no harm. A chunk that
 //! changes all the time is still copied once a pass, so the replica has a version of it as old as that pass.
 
@@ -38,7 +47,8 @@ const BATCH_BYTES: u64 = 32 << 20;
 /// The same of a mirror, whose copy is waited for: nothing is copied while both sides are flushed, some ten milliseconds.
 const MIRROR_BATCH_BYTES: u64 = 128 << 20;
 
-/// The same of a copy at a server elsewhere: there a flush takes as long as the way there and back, and nothing is under way meanwhile.
+/// The same of a copy at a server elsewhere: a flush takes at least as long as the way there and back, and a batch is to take
+/// several times as long.
 const REMOTE_BATCH_BYTES: u64 = 1 << 30;
 const REMOTE_BATCH_TIME: Duration = Duration::from_secs(8);
 const REMOTE_BATCH_CHUNKS: usize = 4096;
@@ -77,7 +87,7 @@ impl From<PipeError> for CopyError {
     }
 }
 
-/// How far a batch got.
+/// How far the copy got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Batch {
     /// There may be more to copy.
@@ -87,16 +97,60 @@ pub enum Batch {
 }
 
 /// How much is copied before both sides are flushed.
-struct BatchLimits {
-    bytes: u64,
-    chunks: usize,
-    time: Duration,
+#[derive(Clone, Copy, Debug)]
+pub struct BatchLimits {
+    /// In bytes.
+    pub bytes: u64,
+    /// In chunks.
+    pub chunks: usize,
+    /// For how long.
+    pub time: Duration,
+    /// Whether the next batch is copied while this one is flushed.
+    pub overlap: bool,
 }
 
 impl BatchLimits {
-    const MIRROR: Self = Self { bytes: MIRROR_BATCH_BYTES, chunks: BATCH_CHUNKS, time: BATCH_TIME };
-    const REMOTE: Self =
-        Self { bytes: REMOTE_BATCH_BYTES, chunks: REMOTE_BATCH_CHUNKS, time: REMOTE_BATCH_TIME };
+    const MIRROR: Self =
+        Self { bytes: MIRROR_BATCH_BYTES, chunks: BATCH_CHUNKS, time: BATCH_TIME, overlap: false };
+    const REMOTE: Self = Self {
+        bytes: REMOTE_BATCH_BYTES,
+        chunks: REMOTE_BATCH_CHUNKS,
+        time: REMOTE_BATCH_TIME,
+        overlap: true,
+    };
+}
+
+/// The batch whose chunks are being copied.
+struct Present {
+    begun: Instant,
+    bytes: u64,
+    copied: Vec<Copied>,
+}
+
+impl Present {
+    fn begin() -> Self {
+        Self { begun: Instant::now(), bytes: 0, copied: Vec::new() }
+    }
+
+    fn add(&mut self, copied: Copied, bytes: u64) {
+        self.copied.push(copied);
+        self.bytes += bytes;
+    }
+
+    /// Whether it is to be flushed.
+    fn is_full(&self, limits: &BatchLimits) -> bool {
+        let long = self.bytes >= limits.bytes || self.copied.len() >= limits.chunks;
+        long || self.begun.elapsed() > limits.time
+    }
+}
+
+/// Chunks with errors.
+type Failed = [(usize, PipeError)];
+
+/// Those of these chunks of which no piece has failed.
+fn whole(mut copied: Vec<Copied>, failed: &Failed) -> Vec<Copied> {
+    copied.retain(|copied| failed.iter().all(|(chunk, _)| *chunk != copied.chunk));
+    copied
 }
 
 /// Why a chunk was not copied to its end.
@@ -129,6 +183,8 @@ pub struct Copier {
     /// The copy is at a server elsewhere: what that takes is not taken from the guest's storage.
     remote: bool,
     limits: BatchLimits,
+    /// The chunks of the batch before the present one, which waits for its flush.
+    former: Vec<Copied>,
 }
 
 impl Copier {
@@ -140,16 +196,29 @@ impl Copier {
         holes: Option<FileDisk>,
         leg: LegChain,
     ) -> Self {
-        let remote = leg.is_remote();
         // A replica is copied for good, so it must not be felt.
         let (pieces, limits) = match replicate.0.geometry.purpose() {
             Purpose::Replica => (1, BatchLimits { bytes: BATCH_BYTES, ..BatchLimits::MIRROR }),
-            Purpose::Mirror if remote => (REMOTE_DEPTH, BatchLimits::REMOTE),
+            Purpose::Mirror if leg.is_remote() => (REMOTE_DEPTH, BatchLimits::REMOTE),
             Purpose::Mirror => (DEPTH, BatchLimits::MIRROR),
         };
+        Self::in_batches(replicate, source, holes, leg, pieces, limits)
+    }
+
+    /// The same with this many pieces in flight, in these batches: for tests, whose disks are small.
+    #[must_use]
+    pub fn in_batches(
+        replicate: &Replicate,
+        source: Chain,
+        holes: Option<FileDisk>,
+        leg: LegChain,
+        pieces: usize,
+        limits: BatchLimits,
+    ) -> Self {
         Self {
-            remote,
+            remote: leg.is_remote(),
             limits,
+            former: Vec::new(),
             replicate: replicate.clone(),
             pipe: Pipe::new(source, leg, pieces),
             holes,
@@ -170,7 +239,8 @@ impl Copier {
         Self { layer, ..self }
     }
 
-    /// Copies some of the marked chunks and makes them durable.
+    /// Copies marked chunks and makes them durable: a batch, or, where batches overlap, what is left of the pass. Nothing is
+    /// in flight when it returns, and no batch waits for its flush.
     ///
     /// # Errors
     /// [`CopyError`]; chunks copied before it count.
@@ -180,52 +250,115 @@ impl Copier {
             return Err(CopyError::Cut);
         }
         self.cut = false;
-        let (begun, mut bytes, mut copied) = (Instant::now(), 0, Vec::new());
-        let outcome = loop {
-            let Some(chunk) = shared.chunks.next_marked(self.next) else {
-                self.next = 0;
-                self.let_go_ahead();
-                break Ok(Batch::Pass);
-            };
-            self.next = chunk + 1;
-            let (began, ticket) = (shared.clock.now(), shared.chunks.ticket(chunk));
-            match self.copy(chunk) {
-                Ok(()) => {}
-                Err(Held::Stopped) => break Err(CopyError::Stopped),
-                // What was copied before is made durable now.
-                Err(Held::Paused) => {
-                    self.next = chunk;
-                    break Ok(Batch::More);
-                }
-            }
-            copied.push(Copied { chunk, ticket, began });
-            bytes += shared.geometry.chunk();
-            let long = bytes >= self.limits.bytes || copied.len() == self.limits.chunks;
-            if long || begun.elapsed() > self.limits.time || self.pipe.has_failed() {
-                break Ok(Batch::More);
-            }
-        };
+        let mut present = Present::begin();
+        let outcome = self.copy_marked(&mut present);
         self.pipe.drain();
         self.begun = None;
         shared.counters.copied.add(self.pipe.take_written());
         let failed = self.pipe.take_failed();
-        let batch = outcome?;
-        if failed.iter().any(|(_, error)| *error == PipeError::Copy(IoError::Truncated)) {
+        let cut = failed.iter().any(|(_, error)| *error == PipeError::Copy(IoError::Truncated));
+        let (former, flushed) = (std::mem::take(&mut self.former), self.pipe.take_flushed());
+        if cut {
+            outcome?;
             return Err(self.found_cut());
         }
-        copied.retain(|copied| failed.iter().all(|(chunk, _)| *chunk != copied.chunk));
+        if let Some(flushed) = flushed {
+            flushed.map_err(|error| self.not_flushed(error))?;
+            self.unmark(&whole(former, &failed));
+        }
+        let batch = outcome?;
+        let copied = whole(present.copied, &failed);
         if !copied.is_empty() {
             // After a power cut the disk may be older than the data that was read from it, unless it was flushed.
-            match self.pipe.flush() {
-                Err(PipeError::Copy(IoError::Truncated)) => return Err(self.found_cut()),
-                flushed => flushed?,
-            }
-            shared.unmark(&copied);
+            self.pipe.flush().map_err(|error| self.not_flushed(error))?;
+            self.unmark(&copied);
         }
         match failed.first() {
             Some((_, error)) => Err((*error).into()),
             None => Ok(batch),
         }
+    }
+
+    /// Copies marked chunks until the present batch is to be flushed and nothing may be copied meanwhile.
+    fn copy_marked(&mut self, present: &mut Present) -> Result<Batch, CopyError> {
+        let shared = self.replicate.0.clone();
+        loop {
+            let Some(chunk) = shared.chunks.next_marked(self.next) else {
+                self.next = 0;
+                // What it has copied is not what the copy lacks.
+                self.finish_former();
+                self.let_go_ahead();
+                return Ok(Batch::Pass);
+            };
+            self.next = chunk + 1;
+            let (began, ticket) = (shared.clock.now(), shared.chunks.ticket(chunk));
+            match self.copy(chunk) {
+                Ok(()) => {}
+                Err(Held::Stopped) => return Err(CopyError::Stopped),
+                // What was copied before is made durable now.
+                Err(Held::Paused) => {
+                    self.next = chunk;
+                    return Ok(Batch::More);
+                }
+            }
+            present.add(Copied { chunk, ticket, began }, shared.geometry.chunk());
+            self.unmark_former();
+            if present.is_full(&self.limits) {
+                if !self.limits.overlap {
+                    return Ok(Batch::More);
+                }
+                self.begin_flush(present);
+            }
+            if self.pipe.has_failed() {
+                return Ok(Batch::More);
+            }
+        }
+    }
+
+    /// Has the present batch flushed while the next one is copied.
+    fn begin_flush(&mut self, present: &mut Present) {
+        self.finish_former();
+        if !self.pipe.has_failed() {
+            self.former = std::mem::replace(present, Present::begin()).copied;
+            self.pipe.begin_flush();
+        }
+    }
+
+    /// Waits until no batch waits for its flush.
+    fn finish_former(&mut self) {
+        self.pipe.finish_flush();
+        self.unmark_former();
+    }
+
+    /// Unmarks the former batch, if its flush has ended well. Where anything has failed, [`Self::batch`] does what is to be done.
+    fn unmark_former(&mut self) {
+        if !self.pipe.has_failed() && self.pipe.take_flushed().is_some() {
+            self.replicate.0.counters.copied.add(self.pipe.take_written());
+            let former = std::mem::take(&mut self.former);
+            self.unmark(&former);
+        }
+    }
+
+    /// These chunks are durable on both sides.
+    fn unmark(&self, copied: &[Copied]) {
+        if !copied.is_empty() {
+            self.replicate.0.unmark(copied);
+        }
+    }
+
+    /// A flush has failed, and nothing is in flight. What was copied since the last good one stays marked, so it is written
+    /// again.
+    fn not_flushed(&mut self, error: PipeError) -> CopyError {
+        match error {
+            PipeError::Source(_) => {}
+            PipeError::Copy(error) => {
+                self.pipe.forget_failed_flush();
+                if error == IoError::Truncated {
+                    return self.found_cut();
+                }
+            }
+        }
+        error.into()
     }
 
     /// Marks everything: nothing in the replica can be relied on.
@@ -345,6 +478,11 @@ impl Copier {
         loop {
             let rate = self.replicate.0.rate();
             let wait = self.bucket.wait(rate, Instant::now());
+            if !wait.is_zero() && self.pipe.is_flushing() {
+                // Nothing looks after it while this sleeps, which may be for minutes.
+                self.finish_former();
+                continue;
+            }
             match self.replicate.0.sleep_at(rate, wait) {
                 Waited::Closed => return Err(Held::Stopped),
                 Waited::Paused => return Err(Held::Paused),

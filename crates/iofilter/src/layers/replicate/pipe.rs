@@ -4,12 +4,17 @@
 //!  slot:  Free ── a piece ──> Reading ── read ──> Writing: its runs of data and of zeroes ── all written ──> Free
 //!                                └── an error ──> noted with the piece's chunk ────────────────────────────^
 //! ```
+//! What was begun between two calls of [`Pipe::begin_flush`] is a batch. A batch is flushed, the disk before the copy, when
+//! all of it is written; pieces of the next batch may be in flight meanwhile. One batch at a time waits for its flush:
+//! ```text
+//!  flush:  Idle ── begun ──> Writing ── all written ──> Disk ── flushed ──> Copy ── flushed ──> Ended ── taken ──> Idle
+//!                                                        └────── an error ───┴───────────────────^
+//! ```
 //! Nothing is in flight after [`Pipe::drain`], whatever failed, so no request outlives the buffers.
 
 use std::cell::UnsafeCell;
 
 use crate::layers::leg::{LegChain, REMOTE_POOL_BYTES};
-use crate::stack::blocking;
 use crate::stack::chain::{Chain, Done, ROOTS_MAX};
 use crate::stack::memory::Segment;
 use crate::stack::request::{IoError, Operation};
@@ -32,8 +37,9 @@ const RUN: usize = 64 * 1024;
 /// The same to a server elsewhere, where more pieces are in flight and a chain has room for as many requests.
 const REMOTE_RUN: usize = 256 * 1024;
 
-const _: () = assert!(DEPTH * (PIECE / RUN) + DEPTH <= ROOTS_MAX);
-const _: () = assert!(REMOTE_DEPTH * (PIECE / REMOTE_RUN) + DEPTH <= ROOTS_MAX);
+// Runs, zeroes that belong to no piece, and a flush.
+const _: () = assert!(DEPTH * (PIECE / RUN) + DEPTH < ROOTS_MAX);
+const _: () = assert!(REMOTE_DEPTH * (PIECE / REMOTE_RUN) + DEPTH < ROOTS_MAX);
 const _: () = assert!((REMOTE_DEPTH + REMOTE_DEPTH / 4) * PIECE <= REMOTE_POOL_BYTES);
 
 /// The place of the slot in a request's tag; the rest is not used.
@@ -57,15 +63,50 @@ pub enum PipeError {
 enum Slot {
     Free,
     Reading {
+        batch: u64,
         chunk: usize,
         at: u64,
         length: usize,
     },
     /// This many runs are not written yet.
     Writing {
+        batch: u64,
         chunk: usize,
         runs: usize,
     },
+}
+
+impl Slot {
+    /// Whether it has a piece of a batch before this one.
+    fn is_before(self, present: u64) -> bool {
+        match self {
+            Self::Free => false,
+            Self::Reading { batch, .. } | Self::Writing { batch, .. } => batch < present,
+        }
+    }
+}
+
+/// Zeroes in flight that belong to no slot.
+struct Zeroes {
+    /// Of their request; tags count down from [`NO_SLOT`].
+    tag: u64,
+    batch: u64,
+    chunk: usize,
+}
+
+/// The flush of the batch before the present one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Flush {
+    /// No batch waits for one.
+    Idle,
+    /// Some of the batch is in flight.
+    Writing,
+    /// All of it is written; the disk is being flushed.
+    Disk,
+    /// The disk is flushed; the copy is being flushed.
+    Copy,
+    /// Both are flushed, or one of them has failed.
+    Ended(Result<(), PipeError>),
 }
 
 /// See the module.
@@ -75,9 +116,11 @@ pub struct Pipe {
     slots: Vec<Slot>,
     /// Those of all slots. Cells, as the kernel writes into some while others are handed out.
     buffers: Box<[UnsafeCell<Page>]>,
-    /// Zeroes in flight that belong to no slot, by their tag, which counts down from [`NO_SLOT`].
-    zeroes: Vec<(u64, usize)>,
+    zeroes: Vec<Zeroes>,
     next_tag: u64,
+    /// The number of the present batch.
+    batch: u64,
+    flush: Flush,
     failed: Vec<(usize, PipeError)>,
     written: u64,
     run: usize,
@@ -95,6 +138,8 @@ impl Pipe {
             buffers: (0..pieces * PIECE / 4096).map(page).collect(),
             zeroes: Vec::new(),
             next_tag: NO_SLOT,
+            batch: 0,
+            flush: Flush::Idle,
             failed: Vec::new(),
             written: 0,
             run: if pieces > DEPTH { REMOTE_RUN } else { RUN },
@@ -107,10 +152,10 @@ impl Pipe {
         self.copy.punches()
     }
 
-    /// Whether a piece has failed.
+    /// Whether a piece has failed, or the flush of a batch.
     #[must_use]
     pub fn has_failed(&self) -> bool {
-        !self.failed.is_empty()
+        !self.failed.is_empty() || matches!(self.flush, Flush::Ended(Err(_)))
     }
 
     /// How many bytes were written since this was last asked, zeroes included.
@@ -122,7 +167,7 @@ impl Pipe {
     /// Begins to copy a piece of a chunk, of at most [`PIECE`] bytes; waits until there is room for it.
     pub fn piece(&mut self, chunk: usize, at: u64, length: usize) {
         let free = self.wait_for(|pipe| pipe.slots.iter().position(|slot| *slot == Slot::Free));
-        self.slots[free] = Slot::Reading { chunk, at, length };
+        self.slots[free] = Slot::Reading { batch: self.batch, chunk, at, length };
         let Some(id) = self.source.begin() else { return self.fail(free, chunk, overload()) };
         let segment = self.segment(free, length);
         self.source.data_mut(id).push(segment);
@@ -136,7 +181,7 @@ impl Pipe {
         self.wait_for(|pipe| (pipe.zeroes.len() < DEPTH).then_some(()));
         self.next_tag -= 1;
         if self.submit_zeroes(at, length, self.next_tag) {
-            self.zeroes.push((self.next_tag, chunk));
+            self.zeroes.push(Zeroes { tag: self.next_tag, batch: self.batch, chunk });
         } else {
             self.failed.push((chunk, overload()));
         }
@@ -150,11 +195,11 @@ impl Pipe {
         });
     }
 
-    /// Waits until nothing is in flight.
+    /// Waits until nothing is in flight, and no batch waits for its flush.
     pub fn drain(&mut self) {
         self.wait_for(|pipe| {
             let idle = pipe.slots.iter().all(|slot| *slot == Slot::Free) && pipe.zeroes.is_empty();
-            idle.then_some(())
+            (idle && !pipe.is_flushing()).then_some(())
         });
         self.next_tag = NO_SLOT;
     }
@@ -165,13 +210,49 @@ impl Pipe {
         std::mem::take(&mut self.failed)
     }
 
-    /// Makes both sides durable.
+    /// Makes both sides durable when all that has begun is written; what begins from now on is another batch. The outcome of
+    /// the flush before must have been taken ([`Self::take_flushed`]).
+    pub fn begin_flush(&mut self) {
+        debug_assert_eq!(self.flush, Flush::Idle, "two batches wait for their flush");
+        self.batch += 1;
+        self.flush = Flush::Writing;
+    }
+
+    /// Whether a batch waits for its flush.
+    #[must_use]
+    pub fn is_flushing(&self) -> bool {
+        matches!(self.flush, Flush::Writing | Flush::Disk | Flush::Copy)
+    }
+
+    /// Waits until no batch waits for its flush.
+    pub fn finish_flush(&mut self) {
+        if self.is_flushing() {
+            self.wait_for(|pipe| (!pipe.is_flushing()).then_some(()));
+        }
+    }
+
+    /// How the flush of a batch has ended, once; an error is that of the side that failed. After an error of the copy all
+    /// that was written since the last good flush must be written again, that of the present batch, too
+    /// ([`Self::forget_failed_flush`]).
+    #[must_use]
+    pub fn take_flushed(&mut self) -> Option<Result<(), PipeError>> {
+        let Flush::Ended(flushed) = self.flush else { return None };
+        self.flush = Flush::Idle;
+        Some(flushed)
+    }
+
+    /// Makes both sides durable, and waits for it. No other flush is under way.
     ///
     /// # Errors
     /// The side that failed.
     pub fn flush(&mut self) -> Result<(), PipeError> {
-        blocking::flush(&mut self.source).map_err(PipeError::Source)?;
-        self.copy.flush().map_err(PipeError::Copy)
+        self.begin_flush();
+        self.wait_for(Self::take_flushed)
+    }
+
+    /// Says that all that was written to the copy since its last good flush will be written again. Nothing is in flight.
+    pub fn forget_failed_flush(&self) {
+        self.copy.forget_failed_flush();
     }
 
     /// Says of a copy that was truncated that all of it will be written again if it gets its length back.
@@ -201,18 +282,45 @@ impl Pipe {
     fn progress(&mut self) {
         self.source.poll();
         while let Some(done) = self.source.next_done() {
-            self.read(&done);
+            match done.operation {
+                Operation::Flush => self.flushed_disk(done.result),
+                _ => self.read(&done),
+            }
         }
         self.copy.chain.poll();
         while let Some(done) = self.copy.chain.next_done() {
-            self.wrote(&done);
+            match done.operation {
+                Operation::Flush => self.flush = Flush::Ended(done.result.map_err(PipeError::Copy)),
+                _ => self.wrote(&done),
+            }
         }
+        self.flush_when_written();
+    }
+
+    /// Has the disk flushed, if a batch waits for that and all of it is written.
+    fn flush_when_written(&mut self) {
+        let pieces = || self.slots.iter().any(|slot| slot.is_before(self.batch));
+        let zeroes = || self.zeroes.iter().any(|zeroes| zeroes.batch < self.batch);
+        if self.flush != Flush::Writing || pieces() || zeroes() {
+            return;
+        }
+        let submitted = submit_flush(&mut self.source);
+        self.flush = if submitted { Flush::Disk } else { Flush::Ended(Err(overload())) };
+    }
+
+    /// The disk is flushed: now the copy is.
+    fn flushed_disk(&mut self, result: Result<(), IoError>) {
+        self.flush = match result {
+            Err(error) => Flush::Ended(Err(PipeError::Source(error))),
+            Ok(()) if submit_flush(&mut self.copy.chain) => Flush::Copy,
+            Ok(()) => Flush::Ended(Err(overload())),
+        };
     }
 
     /// A piece is read: its runs of data and of zeroes are written.
     fn read(&mut self, done: &Done) {
         let slot = done.tag as usize;
-        let Some(Slot::Reading { chunk, at, length }) = self.slots.get(slot).copied() else {
+        let Some(Slot::Reading { batch, chunk, at, length }) = self.slots.get(slot).copied() else {
             return;
         };
         if let Err(error) = done.result {
@@ -238,7 +346,8 @@ impl Pipe {
         if !complete {
             self.failed.push((chunk, overload()));
         }
-        self.slots[slot] = if runs == 0 { Slot::Free } else { Slot::Writing { chunk, runs } };
+        self.slots[slot] =
+            if runs == 0 { Slot::Free } else { Slot::Writing { batch, chunk, runs } };
         // Encrypted and handed over now, not when the next piece is read.
         self.copy.chain.poll();
     }
@@ -248,16 +357,18 @@ impl Pipe {
             self.written += done.length;
         }
         let error = done.result.err().map(PipeError::Copy);
-        if let Some(place) = self.zeroes.iter().position(|(tag, _)| *tag == done.tag) {
-            let (_, chunk) = self.zeroes.swap_remove(place);
+        if let Some(place) = self.zeroes.iter().position(|zeroes| zeroes.tag == done.tag) {
+            let Zeroes { chunk, .. } = self.zeroes.swap_remove(place);
             self.failed.extend(error.map(|error| (chunk, error)));
             return;
         }
         let slot = done.tag as usize;
-        let Some(Slot::Writing { chunk, runs }) = self.slots.get(slot).copied() else { return };
+        let Some(Slot::Writing { batch, chunk, runs }) = self.slots.get(slot).copied() else {
+            return;
+        };
         self.failed.extend(error.map(|error| (chunk, error)));
         self.slots[slot] =
-            if runs == 1 { Slot::Free } else { Slot::Writing { chunk, runs: runs - 1 } };
+            if runs == 1 { Slot::Free } else { Slot::Writing { batch, chunk, runs: runs - 1 } };
     }
 
     fn fail(&mut self, slot: usize, chunk: usize, error: PipeError) {
@@ -277,6 +388,15 @@ impl Pipe {
         self.copy.chain.submit(id, Operation::WriteZeroes { unmap: true }, at, length, tag);
         true
     }
+}
+
+/// Submits a flush; false if the chain has no room.
+fn submit_flush(chain: &mut Chain) -> bool {
+    let Some(id) = chain.begin() else { return false };
+    chain.submit(id, Operation::Flush, 0, 0, NO_SLOT);
+    // Handed over now, not when the next piece comes.
+    chain.poll();
+    true
 }
 
 /// A chain has room for more requests than a pipe ever has in flight.
