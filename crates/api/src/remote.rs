@@ -21,7 +21,7 @@ pub use self::snapshots::{ARRIVING_SNAPSHOTS, SnapshotOfArrival};
 use crate::accelerator::Accelerator;
 use crate::drain::OnDrain;
 use crate::hardware::Hardware;
-use crate::host::{DiskRole, NicSpec};
+use crate::host::{DiskRole, KeptRoom, NicSpec};
 use crate::id::{DiskId, MigrationId, RemoteId, TaskId, VmId};
 use crate::kmip::Certificate;
 use crate::migration::MigrationEncryption;
@@ -30,6 +30,9 @@ use crate::problem::Problem;
 
 /// What a server says of itself (`GET /api/v1/about`) that takes VMs of other control planes.
 pub const ARRIVALS: &str = "arrivals";
+
+/// What one says that counts what snapshots keep in the room that it looks for.
+pub const ARRIVALS_KEPT: &str = "arrivals-kept";
 
 /// What one says that takes VMs which are off, too.
 pub const ARRIVALS_AT_REST: &str = "arrivals-at-rest";
@@ -155,6 +158,10 @@ pub struct ArrivingVm {
     /// Its snapshots. Only a server with the feature `arrivals-snapshots` takes any.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotOfArrival>,
+    /// The room that is taken where it is by what it has beside its disks as they are; none where that is not known. Only a server
+    /// with the feature `arrivals-kept` reads it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<KeptRoom>,
 }
 
 /// A disk of a VM that arrives.

@@ -54,6 +54,8 @@ pub enum Call {
     DeleteDisk,
     /// `examine_hardware`
     ExamineHardware,
+    /// `measure_kept`
+    MeasureKept,
     /// `examine_nic`
     ExamineNic,
     /// `examine_job`

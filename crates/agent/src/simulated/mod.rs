@@ -74,6 +74,7 @@ pub use faults::{Call, Fault};
 use jobs::Exports;
 use mirror::Copies;
 use running::RunningGuest;
+pub use snapshots::SNAPSHOT_ROOM;
 use snapshots::{Links, Snapshots};
 use storage::Storage;
 

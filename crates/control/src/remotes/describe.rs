@@ -68,6 +68,7 @@ pub async fn describe(
             disks: disks.iter().filter(|disk| !disk.detached).map(of).collect(),
             nics,
             snapshots,
+            kept: None,
         },
         policy,
         host,

@@ -17,9 +17,11 @@ use vmseal_api::size::Size;
 
 mod at_rest;
 mod copies;
+mod kept;
 mod remote;
 
 use self::copies::Copies;
+pub(super) use self::copies::sizes;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};

@@ -5,7 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ARRIVALS, ARRIVALS_AT_REST, ARRIVING_SNAPSHOTS};
+use vmseal_api::remote::{ARRIVALS, ARRIVALS_AT_REST, ARRIVALS_KEPT, ARRIVING_SNAPSHOTS};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 
@@ -17,7 +17,9 @@ pub fn about(services: &Services) -> About {
     About {
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
         passphrase_box: passphrase_box(services),
-        features: [ARRIVALS, ARRIVING_SNAPSHOTS, ARRIVALS_AT_REST].map(str::to_owned).to_vec(),
+        features: [ARRIVALS, ARRIVING_SNAPSHOTS, ARRIVALS_AT_REST, ARRIVALS_KEPT]
+            .map(str::to_owned)
+            .to_vec(),
     }
 }
 

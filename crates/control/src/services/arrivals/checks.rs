@@ -6,7 +6,7 @@ use vmseal_api::host::version::{
     IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
     MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
 };
-use vmseal_api::host::{Allocation, HostAgent, HostDescription};
+use vmseal_api::host::{Allocation, CopyRoom, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival};
@@ -15,7 +15,7 @@ use vmseal_api::size::Size;
 use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
-use crate::services::migrate::{Promised, free_memory, older, same_processor};
+use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};
 use crate::services::{Services, hardware, hosts, image_layouts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
@@ -65,6 +65,9 @@ pub(super) async fn look(
     let mut looked = Looked::default();
     looked.note("name", name_is_free(services, arrival).await);
     let policy = looked.note("policy", policy_for(services, arrival).await);
+    if let Some(told) = snapshots_of(&arrival.vm) {
+        looked.note("snapshots", Ok(((), told)));
+    }
     let may = looked.is_ok();
     let mut best: Option<(u64, Host, Datastore)> = None;
     let candidates = match &arrival.host {
@@ -103,6 +106,22 @@ pub(super) async fn look(
     let host = chosen.as_ref().map(|chosen| chosen.host.name.clone());
     let datastore = chosen.as_ref().map(|chosen| chosen.datastore.name.clone());
     Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
+}
+
+/// What comes with a VM of its snapshots; none where it has none.
+fn snapshots_of(vm: &ArrivingVm) -> Option<String> {
+    let count = match vm.snapshots.len() {
+        0 => return None,
+        1 => "one snapshot comes with it".to_owned(),
+        many => format!("{many} snapshots come with it"),
+    };
+    let with_memory = vm.snapshots.iter().filter(|snapshot| snapshot.memory).count();
+    let memory =
+        if with_memory > 0 { format!(", {with_memory} with memory") } else { String::new() };
+    Some(match &vm.kept {
+        Some(kept) => format!("{count}{memory}: {}", sizes(kept)),
+        None => format!("{count}{memory}; how much they keep is not known, and not counted"),
+    })
 }
 
 async fn name_is_free(services: &Services, arrival: &BeginArrival) -> Result<((), String), String> {
@@ -375,13 +394,21 @@ async fn room(
         }
     }
     let (free, datastore) = best.ok_or(why)?;
-    let all = sizes().sum::<u64>();
-    let detail = format!(
-        "'{}' has {} free, the disks have {} in all",
-        datastore.name,
-        Size(free),
-        Size(all)
-    );
+    let (needed, with) = needed(&arrival.vm, policy);
+    let (place, room, all) = (&datastore.name, Size(free), Size(needed.at_most));
+    let detail = format!("'{place}' has {room} free, the disks have {all} in all{with}");
+    if needed.at_least > free {
+        let at_least = Size(needed.at_least);
+        return Err(format!("{detail}, and {at_least} are needed at least"));
+    }
+    Ok((datastore, detail))
+}
+
+/// The room that the disks of a VM need with what snapshots keep; and what people are told of that.
+fn needed(vm: &ArrivingVm, policy: Option<&Policy>) -> (CopyRoom, &'static str) {
     let preallocated = policy.is_some_and(|it| it.allocation == Allocation::Preallocated);
-    if preallocated && all > free { Err(detail) } else { Ok((datastore, detail)) }
+    let none = KeptRoom::default();
+    let kept = vm.kept.as_ref().unwrap_or(&none);
+    let needed = kept.copies(vm.disks.iter().map(|disk| (disk.id, disk.size, preallocated)));
+    (needed, if *kept == none { "" } else { " with what snapshots keep" })
 }

@@ -65,7 +65,9 @@ pub(super) async fn migrate(
         at_rest: is_off,
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
-    let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    let mut told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    let counted = with_snapshots::kept(services, (vm, disks), &told, &about).await?;
+    told.vm.kept = counted.clone().ok().flatten();
     with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
@@ -94,6 +96,7 @@ pub(super) async fn migrate(
             let kept = with_snapshots::told(&told);
             let how = (&*remote.name, &found, &*kept);
             let mut plan = explained(plan, vm, how, encrypted || is_off);
+            plan.warnings.extend(counted.err());
             plan.warnings.extend(is_off.then(|| at_rest::stays_off(vm, encrypted)));
             Outcome::Planned(plan)
         }
