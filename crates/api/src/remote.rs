@@ -37,6 +37,9 @@ pub const ARRIVALS_KEPT: &str = "arrivals-kept";
 /// What one says that takes VMs which are off, too.
 pub const ARRIVALS_AT_REST: &str = "arrivals-at-rest";
 
+/// What one says that takes VMs which are suspended, with the memory of their guests.
+pub const ARRIVALS_SUSPENDED: &str = "arrivals-suspended";
+
 /// Another control plane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -115,6 +118,20 @@ pub struct BeginArrival {
     /// Whether it is off, and stays so: its disks alone arrive.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
+    /// Of one that is suspended, and stays so: the memory of its guest, which arrives with its disks. It is off otherwise. Only a server
+    /// with the feature `arrivals-suspended` takes one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspended: Option<SuspendedMemory>,
+}
+
+/// The memory of a guest whose VM is suspended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SuspendedMemory {
+    /// Its generation, which it keeps: the one that a start expects. None where that is not known, and any is taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
 }
 
 /// A VM that arrives, as the other control plane has it.

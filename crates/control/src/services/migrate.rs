@@ -66,8 +66,7 @@ pub async fn migrate(
     match now.unwrap_or(Power::Off) {
         Power::Running | Power::Paused => {}
         rest @ (Power::Off | Power::Suspended) if request.remote.is_some() => {
-            remote::at_rest::require_off(&vm, rest)?;
-            let of = (&vm, disks.as_slice(), true);
+            let of = (&vm, disks.as_slice(), Some(rest));
             return remote::migrate(services, caller, of, request, dry_run).await;
         }
         rest @ (Power::Off | Power::Suspended) => {
@@ -82,7 +81,7 @@ pub async fn migrate(
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
     if request.remote.is_some() {
-        let of = (&vm, disks.as_slice(), false);
+        let of = (&vm, disks.as_slice(), None);
         return remote::migrate(services, caller, of, request, dry_run).await;
     }
     if request.policy.is_some() {

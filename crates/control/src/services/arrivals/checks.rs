@@ -4,7 +4,7 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
     IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
-    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED,
 };
 use vmseal_api::host::{Allocation, CopyRoom, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
@@ -65,7 +65,10 @@ pub(super) async fn look(
     let mut looked = Looked::default();
     looked.note("name", name_is_free(services, arrival).await);
     let policy = looked.note("policy", policy_for(services, arrival).await);
-    if let Some(told) = snapshots_of(&arrival.vm) {
+    if let Some(told) = suspended(arrival) {
+        looked.note("saved memory", Ok(((), told)));
+    }
+    if let Some(told) = snapshots_of(arrival) {
         looked.note("snapshots", Ok(((), told)));
     }
     let may = looked.is_ok();
@@ -108,8 +111,19 @@ pub(super) async fn look(
     Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
 }
 
+/// What comes with a VM of its guest's memory; none where it is not suspended.
+fn suspended(arrival: &BeginArrival) -> Option<String> {
+    arrival.suspended?;
+    let size = match &arrival.vm.kept {
+        Some(kept) => format!(": {} with that of snapshots", Size(kept.memories)),
+        None => "; how much it takes is not known, and not counted".to_owned(),
+    };
+    Some(format!("it comes, and the VM is suspended here{size}"))
+}
+
 /// What comes with a VM of its snapshots; none where it has none.
-fn snapshots_of(vm: &ArrivingVm) -> Option<String> {
+fn snapshots_of(arrival: &BeginArrival) -> Option<String> {
+    let vm = &arrival.vm;
     let count = match vm.snapshots.len() {
         0 => return None,
         1 => "one snapshot comes with it".to_owned(),
@@ -119,6 +133,10 @@ fn snapshots_of(vm: &ArrivingVm) -> Option<String> {
     let memory =
         if with_memory > 0 { format!(", {with_memory} with memory") } else { String::new() };
     Some(match &vm.kept {
+        // That of the VM's own memory is not told apart.
+        Some(kept) if arrival.suspended.is_some() => {
+            format!("{count}{memory}: {}", Size(kept.of_disks()))
+        }
         Some(kept) => format!("{count}{memory}: {}", sizes(kept)),
         None => format!("{count}{memory}; how much they keep is not known, and not counted"),
     })
@@ -258,6 +276,7 @@ fn versions(
         (MIGRATE_SNAPSHOTS, with_snapshots),
         (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
         (MIGRATE_AT_REST, arrival.at_rest),
+        (MIGRATE_SUSPENDED, arrival.suspended.is_some()),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {
@@ -277,7 +296,7 @@ fn versions(
         return Err("its agent has no address for migrations".to_owned());
     }
     // A guest that boots there finds another machine, as with any start.
-    if !arrival.at_rest && older(&there.qemu, &arrival.source.qemu) {
+    if has_guest(arrival) && older(&there.qemu, &arrival.source.qemu) {
         return Err(format!(
             "its QEMU {} is older than QEMU {} of the VM's host",
             there.qemu, arrival.source.qemu
@@ -289,7 +308,7 @@ fn versions(
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
     let kind = there.accelerator.kind;
     let alike = runs_alike(arrival, there);
-    if !arrival.at_rest {
+    if has_guest(arrival) {
         return alike.map(|()| ((), format!("{kind:?}")));
     }
     let off = format!("{kind:?}; the VM is off");
@@ -305,6 +324,11 @@ fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), S
             _ => off,
         },
     ))
+}
+
+/// Whether its guest goes on there from the memory that it has.
+fn has_guest(arrival: &BeginArrival) -> bool {
+    !arrival.at_rest || arrival.suspended.is_some()
 }
 
 /// Whether guests run there as where the VM comes from.
@@ -347,7 +371,8 @@ async fn memory(
     let (free, needed) = (free.unwrap_or(there.memory), arrival.vm.memory);
     let detail = format!("{} free, {} needed", Size(free), Size(needed));
     if arrival.at_rest {
-        return Ok((free, format!("{detail} when it is started")));
+        let when = if arrival.suspended.is_some() { "resumed" } else { "started" };
+        return Ok((free, format!("{detail} when it is {when}")));
     }
     if free < needed { Err(detail) } else { Ok((free, detail)) }
 }
@@ -410,5 +435,10 @@ fn needed(vm: &ArrivingVm, policy: Option<&Policy>) -> (CopyRoom, &'static str) 
     let none = KeptRoom::default();
     let kept = vm.kept.as_ref().unwrap_or(&none);
     let needed = kept.copies(vm.disks.iter().map(|disk| (disk.id, disk.size, preallocated)));
-    (needed, if *kept == none { "" } else { " with what snapshots keep" })
+    let with = match (*kept == none, vm.snapshots.is_empty()) {
+        (true, _) => "",
+        (false, true) => " with saved memory",
+        (false, false) => " with what snapshots keep",
+    };
+    (needed, with)
 }

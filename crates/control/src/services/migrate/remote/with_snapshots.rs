@@ -43,7 +43,7 @@ pub(super) async fn require(
     Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
-/// The room that is taken by what the snapshots of a VM keep, if it has any; or what people should know where that is not counted
+/// The room that is taken by what the snapshots of a VM keep, and by its memory where it is suspended, if there is any; or what people should know where that is not counted
 /// there, as one of both sides is of an earlier version.
 pub(super) async fn kept(
     services: &Services,
@@ -51,11 +51,12 @@ pub(super) async fn kept(
     told: &BeginArrival,
     about: &About,
 ) -> Result<Result<Option<KeptRoom>, String>, Problem> {
-    if told.vm.snapshots.is_empty() {
+    if told.vm.snapshots.is_empty() && told.suspended.is_none() {
         return Ok(Ok(None));
     }
+    let what = if told.suspended.is_some() { "saved memory takes" } else { "snapshots keep" };
     let uncounted =
-        |who: String| format!("how much snapshots keep is not counted in the room there: {who}");
+        |who: String| format!("how much {what} is not counted in the room there: {who}");
     if !about.features.iter().any(|it| it == ARRIVALS_KEPT) {
         let who = format!(
             "the other server, vmseal {}, does not count it ({ARRIVALS_KEPT})",
@@ -89,9 +90,11 @@ pub(super) fn require_short(told: &BeginArrival) -> Result<(), Problem> {
 pub(super) fn told(told: &BeginArrival) -> String {
     let room = told.vm.kept.as_ref();
     let room = room.map(|room| format!(" ({})", copies::sizes(room))).unwrap_or_default();
+    let own = if told.suspended.is_some() { " and its saved memory" } else { "" };
     match told.vm.snapshots.len() {
-        0 => String::new(),
-        1 => format!(", and what a snapshot keeps{room},"),
-        many => format!(", and what {many} snapshots keep{room},"),
+        0 if own.is_empty() => String::new(),
+        0 => format!(",{own}{room},"),
+        1 => format!(", and what a snapshot keeps{own}{room},"),
+        many => format!(", and what {many} snapshots keep{own}{room},"),
     }
 }
