@@ -1,4 +1,4 @@
-//! Receives a VM that runs, or is off, from another control plane ([`super::migrate_vm::away`] has the other side).
+//! Receives a VM that runs, is off or suspended, from another control plane ([`super::migrate_vm::away`] has the other side).
 //!
 //! ```text
 //!   reserve ─► make-key ─► receive ──────────────────────► switch ─► done
