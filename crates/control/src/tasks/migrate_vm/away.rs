@@ -8,8 +8,8 @@
 //!                    │                               commit step
 //!                    └── undone: the guest goes on here; the arrival is given up
 //! ```
-//! Of one that is off or suspended the transfer copies the disks ([`at_rest`]); the steps are the same. Until its rows are removed this task has it, so
-//! that nothing starts it here.
+//! Of one that is off or suspended the transfer copies the disks ([`at_rest`]); the steps are the same. Until its rows are removed this
+//! task has it, so that nothing starts it here.
 
 mod at_rest;
 
