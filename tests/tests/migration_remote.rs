@@ -1,6 +1,6 @@
-//! A VM that moves, while it runs or is off, to a host of another control plane: it loses nothing of what it had in memory and on its
-//! disks, is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and nothing of it
-//! is left where it was.
+//! A VM that moves, while it runs, is off or suspended, to a host of another control plane: it loses nothing of what it had in memory
+//! and on its disks, is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and
+//! nothing of it is left where it was.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -113,9 +113,11 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     let refused = west.refused(&wrong).unwrap();
     assert!(refused.contains("no: policy") && refused.contains("ok: name"), "{refused}");
     let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
-    let kept = "and what 2 snapshots keep";
-    for wanted in ["ok: memory of host 'here'", "ok: network", "a new key of provider 'keys'", kept]
-    {
+    let kept = "and what 2 snapshots keep (";
+    let counted = "ok: snapshots: 2 snapshots come with it, 1 with memory: ";
+    let with = "in all with what snapshots keep";
+    let others = ["ok: memory of host 'here'", "ok: network", "a new key of provider 'keys'"];
+    for wanted in others.into_iter().chain([kept, counted, with]) {
         assert!(planned.contains(wanted), "{wanted}: {planned}");
     }
     assert!(east.refused(&["vm", "show", VM]).is_ok(), "a dry run leaves nothing");
@@ -150,6 +152,42 @@ fn a_guest_goes_to_another_control_plane_with_its_disks_and_back() {
     has_gone(&east, &west, true);
     assert_eq!(listed(&west), snapshots);
     read_marker(&mut west.console(VM).unwrap());
+}
+
+/// Its memory is under the key of the other control plane as it arrives, and its guest goes on from it.
+#[test]
+fn a_vm_that_is_suspended_goes_there_with_its_memory_and_goes_on_there() {
+    let (west, east) = two_control_planes("encrypted");
+    introduce(&west, &east);
+    west.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
+    west.vmseal(&["vm", "suspend", VM]).unwrap();
+    west.wait_power(VM, "suspended").unwrap();
+    let snapshots = listed(&west);
+    let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    let planned = west.try_vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr);
+    assert!(warned.contains("the memory of its guest are sent, and it is suspended"), "{warned}");
+    let told = String::from_utf8_lossy(&planned.stdout);
+    let named = told.contains("ok: saved memory: ") && told.contains(" and its saved memory (");
+    assert!(named && !told.contains("not counted"), "{told}");
+    west.vmseal(&migrate).unwrap();
+    is_there(&west, &east, "suspended", true);
+    let told = west.vmseal(&["events"]).unwrap();
+    assert!(told.contains("encrypted, while it was suspended"), "{told}");
+    assert_eq!(listed(&east), snapshots);
+    let home = east.path("datastore").join(east.vm(VM).unwrap()["id"].as_str().unwrap());
+    let (one, two) = IN_MEMORY;
+    let text = format!("{one}{two}").into_bytes();
+    let in_the_clear = |file: &PathBuf| contains(&std::fs::read(file).unwrap(), &text);
+    assert!(!files(&home).iter().any(in_the_clear), "its memory is in the clear");
+    east.vmseal(&["vm", "resume", VM]).unwrap();
+    has_lost_nothing(&east);
+    // The memory of the snapshot was not put in its place, and is there.
+    east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    east.vmseal(&["snapshot", "revert", VM, "asleep"]).unwrap();
+    east.wait_power(VM, "suspended").unwrap();
+    east.vmseal(&["vm", "resume", VM]).unwrap();
+    has_lost_nothing(&east);
 }
 
 #[test]

@@ -21,7 +21,7 @@ pub use self::snapshots::{ARRIVING_SNAPSHOTS, SnapshotOfArrival};
 use crate::accelerator::Accelerator;
 use crate::drain::OnDrain;
 use crate::hardware::Hardware;
-use crate::host::{DiskRole, NicSpec};
+use crate::host::{DiskRole, KeptRoom, NicSpec};
 use crate::id::{DiskId, MigrationId, RemoteId, TaskId, VmId};
 use crate::kmip::Certificate;
 use crate::migration::MigrationEncryption;
@@ -31,8 +31,14 @@ use crate::problem::Problem;
 /// What a server says of itself (`GET /api/v1/about`) that takes VMs of other control planes.
 pub const ARRIVALS: &str = "arrivals";
 
+/// What one says that counts what snapshots keep in the room that it looks for.
+pub const ARRIVALS_KEPT: &str = "arrivals-kept";
+
 /// What one says that takes VMs which are off, too.
 pub const ARRIVALS_AT_REST: &str = "arrivals-at-rest";
+
+/// What one says that takes VMs which are suspended, with the memory of their guests.
+pub const ARRIVALS_SUSPENDED: &str = "arrivals-suspended";
 
 /// Another control plane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,6 +118,20 @@ pub struct BeginArrival {
     /// Whether it is off, and stays so: its disks alone arrive.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
+    /// Of one that is suspended, and stays so: the memory of its guest, which arrives with its disks. It is off otherwise. Only a server
+    /// with the feature `arrivals-suspended` takes one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub suspended: Option<SuspendedMemory>,
+}
+
+/// The memory of a guest whose VM is suspended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SuspendedMemory {
+    /// Its generation, which it keeps: the one that a start expects. None where that is not known, and any is taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
 }
 
 /// A VM that arrives, as the other control plane has it.
@@ -155,6 +175,10 @@ pub struct ArrivingVm {
     /// Its snapshots. Only a server with the feature `arrivals-snapshots` takes any.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotOfArrival>,
+    /// The room that is taken where it is by what it has beside its disks as they are; none where that is not known. Only a server
+    /// with the feature `arrivals-kept` reads it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<KeptRoom>,
 }
 
 /// A disk of a VM that arrives.

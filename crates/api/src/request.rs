@@ -672,7 +672,7 @@ pub struct MigrateVm {
     /// The host, by name or id; none means the one with the most free memory of those that can take it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// The control plane that the host belongs to, by name or id; none means this one. Only for a VM that runs or is off.
+    /// The control plane that the host belongs to, by name or id; none means this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     /// The policy that the VM gets at the other control plane, by name or id; none means the one of the same name.

@@ -351,7 +351,7 @@ mod tests {
     ];
 
     /// Fields that no command has an option for.
-    const UNTOLD: [&str; 8] = [
+    const UNTOLD: [&str; 10] = [
         // The caller of the check adds the field.
         "",
         // The host is too old for a device: the message names the device.
@@ -360,6 +360,8 @@ mod tests {
         "certificate_request",
         // Another control plane sends these with a VM.
         "arrival",
+        "suspended",
+        "suspended.generation",
         "vm.disks",
         "vm.disks.name",
         "vm.name",

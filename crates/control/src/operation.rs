@@ -416,6 +416,9 @@ pub enum Operation {
         /// Whether it is off: its disks are sent alone.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         at_rest: bool,
+        /// Whether it is suspended: the memory of its guest is sent with its disks. Then it is at rest, too.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        suspended: bool,
     },
     /// Receives a VM that runs, or is off, from another control plane. Its rows are there.
     ReceiveVm {
@@ -431,6 +434,9 @@ pub enum Operation {
         /// Whether it is off: its disks come alone.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         at_rest: bool,
+        /// Whether it is suspended: the memory of its guest comes with its disks. Then it is at rest, too.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        suspended: bool,
     },
     /// Gives a VM that is off or suspended to another host, which has all of its datastores.
     ChangeHost {
@@ -614,6 +620,15 @@ impl Operation {
         matches!(
             self,
             Self::MigrateAway { at_rest: true, .. } | Self::ReceiveVm { at_rest: true, .. }
+        )
+    }
+
+    /// Whether that VM is suspended.
+    #[must_use]
+    pub fn is_of_suspended(&self) -> bool {
+        matches!(
+            self,
+            Self::MigrateAway { suspended: true, .. } | Self::ReceiveVm { suspended: true, .. }
         )
     }
 

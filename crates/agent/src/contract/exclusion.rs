@@ -49,7 +49,16 @@ fn at_rest_to_nowhere() -> Departure {
     let session = MigrationSession { migration, nonce, key, streams, encrypted, apart };
     let to = SocketAddr::from(([127, 0, 0, 1], 1));
     let (downtime_milliseconds, bytes_per_second, compresses) = (0, None, false);
-    Departure { session, to, downtime_milliseconds, bytes_per_second, compresses, at_rest: true }
+    let (at_rest, suspended) = (true, false);
+    Departure {
+        session,
+        to,
+        downtime_milliseconds,
+        bytes_per_second,
+        compresses,
+        at_rest,
+        suspended,
+    }
 }
 
 /// Tries all pairs. The VM is off, its disks are made and its key is there, before and after.

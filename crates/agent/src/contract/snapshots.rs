@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use vmseal_api::host::{
     CopyOf, CreateJob, Device, DiskSpec, DiskToCreate, DropSnapshotJob, ExportJob, HostAgent,
-    JobSpec, JobState, LAYERS_MAX, RevertJob, SnapshotJob, VmSpec,
+    JobSpec, JobState, KeptRoom, LAYERS_MAX, PlacedDisk, RevertJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
@@ -56,6 +56,13 @@ async fn kept_exports(
     (kept, strange): (SnapshotId, SnapshotId),
 ) {
     let (vm, disk) = (session.vm(), session.disk(0).disk);
+    // How much room that takes is said of any VM and disk.
+    let of = |disk: &DiskSpec| PlacedDisk { disk: disk.disk, datastore: disk.datastore.clone() };
+    let places = vec![of(session.disk(0))];
+    let room = done(agent.measure_kept(vm, places).await, "measuring what is kept");
+    assert!(matches!(&room.disks[..], [it] if it.disk == disk && it.image > 0), "{room:?}");
+    let none = done(agent.measure_kept(VmId::new(), Vec::new()).await, "measuring no disks");
+    assert_eq!(none, KeptRoom::default());
     for format in [ExportFormat::Sealed, ExportFormat::Raw] {
         let (task, to) = (TaskId::new(), session.fixture.image.with_file_name("kept"));
         let of = |snapshot| {

@@ -119,6 +119,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/add", post(add_key))
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/key/share", post(share_data_keys))
+        .route("/v1/vms/{vm}/measure-kept", post(measure_kept))
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/examine-change", post(examine_change))
@@ -372,6 +373,14 @@ async fn job_spec(request: Body) -> Result<JobSpec, Problem> {
 
 fn task_of((vm, task): &(String, String)) -> Result<(VmId, TaskId), Problem> {
     Ok((id("vm", vm)?, id("task", task)?))
+}
+
+async fn measure_kept(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    json(&agent.measure_kept(id("vm", &vm)?, body(request).await?).await?)
 }
 
 async fn examine_nic(

@@ -27,9 +27,9 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
-    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PoolKey, PowerOff, ReceiveJob, Remount, SealedKey, ShareDataKeys, Sharing,
-    ShowsCertificate, StateChange, VmChange, VmSpec,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
+    NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, ReceiveJob, Remount, SealedKey,
+    ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -60,6 +60,7 @@ use crate::storage::contents::Scanning;
 use crate::storage::datastore;
 use crate::storage::disk;
 use crate::storage::exported;
+use crate::storage::kept_room;
 use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
 use crate::storage::pool;
@@ -441,6 +442,12 @@ impl HostAgent for RealHost {
     async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
         let ShareDataKeys { key, disks } = shared;
         self.change_keys(vm, key, Change::Share(disks)).await
+    }
+
+    async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
+        let Some(first) = disks.first() else { return Ok(KeptRoom::default()) };
+        let place = first.datastore.location.path().to_owned();
+        timed::call(&place, move || kept_room::measure(vm, &disks)).await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

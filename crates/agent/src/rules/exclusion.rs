@@ -51,7 +51,7 @@ pub enum Action {
     Restore,
     /// To send the VM to another host. The same job again is not an action.
     Send,
-    /// To send a VM that is off to another host. The same job again is not an action.
+    /// To send a VM that is off or suspended to another host. The same job again is not an action.
     SendAtRest,
     /// To expose a disk for reading.
     ExposeToRead,
@@ -168,7 +168,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 35] = [
     (Action::VerifyBackup,  [YES,   YES,     YES,    YES,     YES,    YES,        YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Restore,       [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Send,          [STATE, STATE,   YES,    STATE,   YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::SendAtRest,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::SendAtRest,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
@@ -301,7 +301,7 @@ impl Situation<'_> {
                 "does not run: it is not sent to another host. Start it first"
             }
             (Action::SendAtRest, Starting | Running | Stopping | Paused) => {
-                "is not off any more. Begin the migration again, which sends a guest that runs with its memory"
+                "is not off or suspended any more. Begin the migration again, which sends a guest that runs with its memory"
             }
             (Action::Send, Stopping) => "is stopping. Wait until it is off, or runs on",
             (Action::DropSnapshot, Starting) => {

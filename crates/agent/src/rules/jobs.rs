@@ -202,6 +202,21 @@ fn check_send_at_rest(spec: &VmSpec, job: &SendJob) -> Result<(), Problem> {
     }
 }
 
+/// Refuses to send a VM that is off, or suspended, where the server has taken it for the other: its memory would stay, or come
+/// unexpected.
+///
+/// # Errors
+/// `wrong-state`.
+pub fn check_sent_memory(spec: &VmSpec, suspended: bool, told: bool) -> Result<(), Problem> {
+    match (suspended, told) {
+        (true, false) => Err(wrong_state(spec, "is suspended now. Begin the migration again")),
+        (false, true) => {
+            Err(wrong_state(spec, "is not suspended any more. Begin the migration again"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Refuses to start a VM that is off and is sent to another host, which may have it already.
 ///
 /// # Errors

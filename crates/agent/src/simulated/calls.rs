@@ -15,8 +15,9 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PoolKey, Power, PowerOff, Remount,
-    SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    KeptRoom, KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, Power,
+    PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
+    StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -622,6 +623,10 @@ impl HostAgent for SimulatedHost {
 
     async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
         self.call(Call::ShareDataKeys, |inside| inside.share_data_keys(vm, &shared))
+    }
+
+    async fn measure_kept(&self, _: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
+        self.call(Call::MeasureKept, |inside| Ok(inside.kept_room(&disks)))
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {

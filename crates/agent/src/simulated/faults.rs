@@ -56,6 +56,8 @@ pub enum Call {
     DeleteDisk,
     /// `examine_hardware`
     ExamineHardware,
+    /// `measure_kept`
+    MeasureKept,
     /// `examine_nic`
     ExamineNic,
     /// `examine_job`

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState, SendJob};
+use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState, Power, SendJob};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -62,6 +62,12 @@ impl Inside {
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_job(&known.spec, job, key, |disk| known.has_made(disk))?;
+        if let JobSpec::Send(SendJob { begin: Some(departure), .. }) = job
+            && departure.at_rest
+        {
+            let suspended = known.power == Power::Suspended;
+            rules::check_sent_memory(&known.spec, suspended, departure.suspended)?;
+        }
         self.ready_for_snapshots(vm, job)?;
         self.ready_for_backups(vm, job)?;
         self.ready_to_copy(vm, job)?;

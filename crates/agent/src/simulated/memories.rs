@@ -15,6 +15,11 @@ impl SimulatedHost {
         suspended.get(&vm).or_else(|| guests.get(&vm)).map(|guest| guest.generation)
     }
 
+    /// What another host will send with a VM that is suspended.
+    pub fn will_receive_memory(&self, vm: VmId, generation: u64) {
+        self.inside().persisted.coming_memories.insert(vm, generation);
+    }
+
     /// The memory that is being saved of a VM cannot be saved for this reason: its guest goes on.
     pub fn fail_to_save(&self, vm: VmId, why: &str) {
         let mut inside = self.inside();

@@ -11,6 +11,7 @@ use super::calls::Later;
 use super::running::RunningGuest;
 use super::{Inside, Known, SimulatedHost, Work};
 use crate::rules;
+use crate::storage::memory::NOT_COUNTED;
 
 /// How often the memory of a guest is gone through.
 const PASSES: u64 = 3;
@@ -85,11 +86,11 @@ fn all_sent(vm: &VmSpec) -> MigrationProgress {
     }
 }
 
-/// The generation of a VM's placement here, where a job receives it and it is off.
-fn of_one_at_rest(job: Option<&JobSpec>) -> Option<u64> {
+/// The generation of a VM's placement here, where a job receives it and it is off; and whether it is suspended.
+fn of_one_at_rest(job: Option<&JobSpec>) -> Option<(u64, bool)> {
     match job {
         Some(JobSpec::Receive(ReceiveJob { copies: Some(copies), .. })) => {
-            copies.at_rest.then_some(copies.generation)
+            copies.at_rest.then_some((copies.generation, copies.suspended))
         }
         _ => None,
     }
@@ -158,7 +159,7 @@ impl Inside {
     pub fn commit_send(&mut self, vm: VmId, task: TaskId) -> Result<(), Problem> {
         let known = self.known(vm)?;
         match known.power {
-            Power::Off => {
+            Power::Off | Power::Suspended => {
                 // That of a VM which was off is done; an agent that has restarted has none.
                 known.jobs.committed(task);
                 return Ok(());
@@ -197,9 +198,15 @@ impl Inside {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
         known.receiving = false;
-        if let Some(generation) = of_one_at_rest(known.jobs.spec(task)) {
-            known.power = Power::Off;
+        if let Some((generation, suspended)) = of_one_at_rest(known.jobs.spec(task)) {
+            known.power = if suspended { Power::Suspended } else { Power::Off };
             known.jobs.committed(task);
+            if suspended {
+                let guest = RunningGuest::new(known.spec.clone());
+                let generation = self.persisted.coming_memories.get(&vm).copied();
+                let generation = generation.unwrap_or(NOT_COUNTED);
+                self.persisted.suspended.insert(vm, RunningGuest { generation, ..guest });
+            }
             self.persisted.leases.insert(vm, generation);
             self.agent.publish(vm);
             return Ok(());

@@ -74,6 +74,7 @@ pub use faults::{Call, Fault};
 use jobs::Exports;
 use mirror::Copies;
 use running::RunningGuest;
+pub use snapshots::SNAPSHOT_ROOM;
 use snapshots::{Links, Snapshots};
 use storage::Storage;
 
@@ -114,6 +115,8 @@ struct Persisted {
     leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
+    /// The generations of the memories of suspended VMs that other hosts will send.
+    coming_memories: BTreeMap<VmId, u64>,
     /// The core dumps that were asked for: whose they are, and whether they are under its key.
     dumps: BTreeMap<DumpId, (VmId, bool)>,
     /// The core dumps that it has written by itself, and whose they are.

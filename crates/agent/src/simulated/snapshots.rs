@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use vmseal_api::host::{JobSpec, LAYERS_MAX};
+use vmseal_api::host::{JobSpec, KeptOfDisk, KeptRoom, LAYERS_MAX, PlacedDisk};
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Inside, SimulatedHost};
 use crate::rules::{self, find_disk};
+
+/// How much each snapshot keeps of a disk, in bytes.
+pub const SNAPSHOT_ROOM: u64 = 1 << 20;
 
 /// The snapshots of each disk, in the order in which they were taken; and those that other hosts will send with a disk.
 #[derive(Default)]
@@ -161,6 +164,16 @@ impl Inside {
         if let Some(snapshots) = coming.get(&disk) {
             here.insert(disk, snapshots.clone());
         }
+    }
+
+    /// What snapshots keep of these disks: the first one the image, each other one a layer.
+    pub fn kept_room(&self, disks: &[PlacedDisk]) -> KeptRoom {
+        let of = |it: &PlacedDisk| {
+            let count = self.persisted.snapshots.0.get(&it.disk)?.len();
+            let layers = u64::try_from(count).ok()?.checked_sub(1)?.saturating_mul(SNAPSHOT_ROOM);
+            Some(KeptOfDisk { disk: it.disk, image: SNAPSHOT_ROOM, layers })
+        };
+        KeptRoom { disks: disks.iter().filter_map(of).collect(), memories: 0 }
     }
 
     /// A disk is removed, with all of it.

@@ -22,7 +22,7 @@ use vmseal_secret::SecretBytes;
 
 use crate::rules::find_disk;
 use crate::storage::disk;
-use crate::storage::home::Home;
+use crate::storage::home::{Beside, Home};
 use crate::storage::json_file;
 use crate::storage::layers::{ArrivingLayers, Tree};
 use crate::storage::lease;
@@ -48,6 +48,27 @@ struct Note {
     /// What was received of snapshots' memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     memories: Vec<SnapshotId>,
+    /// Whether the memory of a VM that is suspended was received.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    own_memory: bool,
+}
+
+impl Note {
+    /// Adds a memory that was received.
+    fn add(&mut self, which: Beside) {
+        match which {
+            Beside::SnapshotMemory(snapshot) => self.memories.push(snapshot),
+            Beside::Memory => self.own_memory = true,
+            // None is received.
+            Beside::Core(_) => {}
+        }
+    }
+
+    /// The memories that it names.
+    fn named(&self) -> impl Iterator<Item = Beside> + use<'_> {
+        let of_snapshots = self.memories.iter().copied().map(Beside::SnapshotMemory);
+        of_snapshots.chain(self.own_memory.then_some(Beside::Memory))
+    }
 }
 
 /// A disk that is being filled.
@@ -110,11 +131,14 @@ pub fn name(spec: &VmSpec, disks: &[ArrivingDisk], generation: u64) -> Result<()
         let (lease, disks) = (first.datastore.clone(), disks.clone());
         // Those that have their places already, too.
         let known = read(home)?.filter(|note| note.generation == generation);
-        let mut memories = known.map_or_else(Vec::new, |note| note.memories);
+        let (memories, own_memory) =
+            known.map_or_else(Default::default, |note| (note.memories, note.own_memory));
+        let mut received = Vec::new();
         for disk in &disks {
-            memories.extend(sent_memory::received(home, *disk)?);
+            received.extend(sent_memory::received(home, *disk)?);
         }
-        let note = Note { version: VERSION, generation, lease, disks, memories };
+        let mut note = Note { version: VERSION, generation, lease, disks, memories, own_memory };
+        received.into_iter().for_each(|which| note.add(which));
         json_file::write(&home.arriving(), &note)?;
     }
     for arriving in disks {
@@ -170,8 +194,8 @@ pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
     for ArrivingCopy { datastore, .. } in &copies.disks {
         let home = Home::of(datastore, vm)?;
         if let Some(note) = read(&home)?.filter(|note| note.generation == copies.generation) {
-            for snapshot in note.memories {
-                home.remove_note(&home.snapshot_memory(snapshot))?;
+            for which in note.named() {
+                home.remove_note(&home.beside(&which))?;
             }
             home.remove_note(&home.arriving())?;
         }
@@ -224,7 +248,7 @@ mod tests {
         }
         let copies = spec.disks().map(|disk| disk.disk);
         let disks = copies.map(|disk| ArrivingCopy { disk, datastore: place.clone() }).collect();
-        (directory, spec, ArrivingCopies { generation: 7, disks, at_rest: false })
+        (directory, spec, ArrivingCopies { generation: 7, disks, at_rest: false, suspended: false })
     }
 
     fn files(directory: &tempfile::TempDir) -> Vec<String> {
@@ -267,6 +291,7 @@ mod tests {
             generation: 7,
             disks: vec![ArrivingCopy { disk: id, datastore }],
             at_rest: false,
+            suspended: false,
         };
         let state = home.tpm_state(id);
         for kept in [false, true] {
@@ -326,19 +351,23 @@ mod tests {
             let chain: Vec<_> = made.iter().map(Vec::len).collect();
             assert_eq!(chain, [1, 2, 3][..stage.min(3)]);
             if stage > 3 {
-                sent_memory::receive(&home, disk, snapshots[1], &b"memory"[..]).unwrap();
+                let receive = |which: &Beside, content: &[u8]| {
+                    sent_memory::receive(&home, disk, which, content).unwrap();
+                };
+                receive(&Beside::SnapshotMemory(snapshots[1]), b"memory");
+                receive(&Beside::Memory, b"own");
             } else {
-                std::fs::write(
-                    home.copy_memory(disk, snapshots[1]).with_added_extension("new"),
-                    "m",
-                )
-                .unwrap();
+                for which in [Beside::SnapshotMemory(snapshots[1]), Beside::Memory] {
+                    let whole = home.copy_beside(disk, &which);
+                    std::fs::write(whole.with_added_extension("new"), "m").unwrap();
+                }
             }
             if stage > 4 {
                 name(&spec, &begun, 7).unwrap();
                 // Again, after an error that came later.
                 name(&spec, &begun, 7).unwrap();
                 assert_eq!(std::fs::read(home.snapshot_memory(snapshots[1])).unwrap(), b"memory");
+                assert_eq!(std::fs::read(home.memory()).unwrap(), b"own", "it is suspended");
                 let noted = crate::storage::layers::read(&home, disk).unwrap();
                 assert_eq!((noted.count(), noted.chain(noted.active()).len()), (3, 3));
                 let kept =

@@ -1,4 +1,4 @@
-//! The memory that a snapshot keeps, on its way between hosts that have different keys of the VM, as those of two control planes do.
+//! The memory that a snapshot keeps, or that of a suspended VM, on its way between hosts that have different keys of the VM, as those of two control planes do.
 //!
 //! ```text
 //!  source: opened with the VM's key there, sealed anew under the session ─► destination: its header is put under the VM's key here,
@@ -10,7 +10,7 @@
 use std::io::Read;
 
 use vmseal_api::host::VmSpec;
-use vmseal_api::id::{MigrationId, SnapshotId, VmId};
+use vmseal_api::id::{MigrationId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_seal::file::{FileError, HEADER_LEN, Header, Kind};
 use vmseal_seal::slot::VmKey;
@@ -18,12 +18,35 @@ use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::KeyContext;
 
 use crate::storage::builder::internal;
+use crate::storage::home::Beside;
 use crate::storage::sealed::vm_key;
 
 /// What both hosts of such a session have in common.
 pub struct MemoryTransit {
     session: SecretBytes,
     migration: MigrationId,
+}
+
+/// What the key of the VM's own memory is bound to: no snapshot's id.
+const OWN: &str = "vm";
+
+/// What the key of a memory is bound to on its way.
+#[must_use]
+pub fn name(which: &Beside) -> String {
+    match which {
+        Beside::SnapshotMemory(snapshot) => snapshot.to_string(),
+        Beside::Memory => OWN.to_owned(),
+        // None is sent.
+        Beside::Core(name) => format!("core {name}"),
+    }
+}
+
+/// Which memory it is, for people.
+fn said(which: &Beside) -> String {
+    match which {
+        Beside::SnapshotMemory(snapshot) => format!("the memory of snapshot {snapshot}"),
+        Beside::Memory | Beside::Core(_) => "the memory of the suspended VM".to_owned(),
+    }
 }
 
 impl MemoryTransit {
@@ -33,39 +56,37 @@ impl MemoryTransit {
         Self { session, migration }
     }
 
-    /// What the memory of a snapshot is sealed under on its way: the key of the session, bound to the VM, the migration and the
-    /// snapshot as a VM's key is to its provider and its id there. `snapshot` is the text of the snapshot's id.
+    /// What a memory is sealed under on its way: the key of the session, bound to the VM, the migration and the snapshot as a VM's key
+    /// is to its provider and its id there. `name` is what [`name`] says of it.
     #[must_use]
-    pub fn key<'a>(&'a self, vm: VmId, snapshot: &'a str) -> VmKey<'a> {
+    pub fn key<'a>(&'a self, vm: VmId, name: &'a str) -> VmKey<'a> {
         let (vm, provider) = (*vm.0.as_bytes(), *self.migration.0.as_bytes());
-        VmKey { kek: &self.session, context: KeyContext { vm, provider, key_id: snapshot } }
+        VmKey { kek: &self.session, context: KeyContext { vm, provider, key_id: name } }
     }
 
     /// Reads the header of a memory that has come; it is returned as it opens with the VM's key here, and with no other.
     ///
     /// # Errors
-    /// `internal`: it is not the memory of this snapshot as this session sends it; `locked`; those of the stream.
+    /// `internal`: it is not this memory as this session sends it; `locked`; those of the stream.
     pub fn arrived(
         &self,
         spec: &VmSpec,
         kek: &SecretBytes,
-        snapshot: SnapshotId,
+        which: &Beside,
         from: &mut impl Read,
     ) -> Result<[u8; HEADER_LEN], Problem> {
         let refused = |error: FileError| {
-            internal(format!(
-                "what came as the memory of snapshot {snapshot} is not taken: {error}"
-            ))
+            internal(format!("what came as {} is not taken: {error}", said(which)))
         };
         let mut header = Header::read(from).map_err(refused)?;
         let identity = header.identity();
         if identity.vm != spec.vm.0 || identity.kind != Kind::Memory {
-            let what = format!("what came as the memory of snapshot {snapshot} is another file");
+            let what = format!("what came as {} is another file", said(which));
             return Err(internal(what));
         }
         let key = vm_key(spec, Some(kek))?;
         let key = key.ok_or_else(|| internal("the memory of a VM without a key needs no other"))?;
-        let name = snapshot.to_string();
+        let name = name(which);
         header.add_key(&self.key(spec.vm, &name), &key).map_err(refused)?;
         header.keep_only(&key).map_err(refused)?;
         Ok(header.encode())

@@ -27,6 +27,7 @@ pub(crate) mod image_layout;
 pub(crate) mod image_notes;
 pub(crate) mod in_place;
 pub(crate) mod json_file;
+pub(crate) mod kept_room;
 pub(crate) mod layers;
 pub(crate) mod lease;
 pub(crate) mod linking;

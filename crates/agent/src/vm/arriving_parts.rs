@@ -13,7 +13,6 @@ use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::VmSpec;
-use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::Problem;
 
 use super::arriving_keys::ArrivingKeys;
@@ -21,7 +20,7 @@ use super::arriving_server::Server;
 use super::migration::{Link, Message, SentBefore};
 use super::{Shared, internal};
 use crate::storage::arriving::ArrivingDisk;
-use crate::storage::home::Home;
+use crate::storage::home::{Beside, Home};
 use crate::storage::sent_memory;
 
 /// Takes what goes before these disks; each has its active layer afterwards, which is empty.
@@ -37,8 +36,8 @@ pub async fn take(
     link: &mut Link,
 ) -> Result<(), Problem> {
     for (place, (disk, before)) in disks.iter_mut().zip(before).enumerate() {
-        for snapshot in &before.memories {
-            take_memory(spec, (place, disk), *snapshot, keys, link).await?;
+        for memory in before.beside() {
+            take_memory(spec, (place, disk), memory, keys, link).await?;
         }
         let parts = disk.layers.as_ref().map_or(0, |layers| layers.parts());
         for part in 0..parts {
@@ -75,7 +74,7 @@ async fn make_next(disk: &mut ArrivingDisk) -> Result<(), Problem> {
 async fn take_memory(
     spec: &VmSpec,
     (place, disk): (usize, &ArrivingDisk),
-    snapshot: SnapshotId,
+    memory: Beside,
     keys: ArrivingKeys<'_>,
     link: &mut Link,
 ) -> Result<(), Problem> {
@@ -86,11 +85,11 @@ async fn take_memory(
     let (id, spec, apart) = (disk.disk.disk, spec.clone(), keys.apart()?);
     // It ends with the connection, too; then the end of the part does not come.
     let receive = move || match apart {
-        None => sent_memory::receive(&home, id, snapshot, theirs),
+        None => sent_memory::receive(&home, id, &memory, theirs),
         Some((transit, kek)) => {
             let mut theirs = theirs;
-            let header = transit.arrived(&spec, &kek, snapshot, &mut theirs)?;
-            sent_memory::receive(&home, id, snapshot, Cursor::new(header).chain(theirs))
+            let header = transit.arrived(&spec, &kek, &memory, &mut theirs)?;
+            sent_memory::receive(&home, id, &memory, Cursor::new(header).chain(theirs))
         }
     };
     spawn_blocking(receive).await.map_err(internal)??;

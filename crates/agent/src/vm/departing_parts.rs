@@ -1,5 +1,5 @@
 //! What goes before the disks of a guest that is sent to another host, which gets copies of them: the memory that snapshots keep,
-//! and of a disk with layers all files that nobody writes. See [`super::migration`].
+//! that of a VM which is suspended, and of a disk with layers all files that nobody writes. See [`super::migration`].
 //!
 //! ```text
 //!  for each disk: a memory ─► … ─► the image ─► a layer, those below first ─► …      then the disk, of which the active layer is left
@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::MigrationProgress;
-use vmseal_api::id::{MigrationId, SnapshotId};
+use vmseal_api::id::MigrationId;
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
@@ -19,6 +19,7 @@ use super::internal;
 use super::migration::{Link, Message, PREPARE_TIMEOUT, refused, unexpected};
 use super::mirroring::copy_whole;
 use super::to_copy::{Departing, ToCopy, copy_of};
+use crate::storage::home::Beside;
 use crate::storage::opening;
 use crate::storage::sent_memory;
 
@@ -59,8 +60,8 @@ async fn send_parts(
         return Err(unexpected());
     }
     for (place, (disk, key)) in what.disks.iter().zip(keys).enumerate() {
-        for snapshot in &disk.before.memories {
-            send_memory(what, (place, disk), *snapshot, link).await?;
+        for memory in disk.before.beside() {
+            send_memory(what, (place, disk), memory, link).await?;
         }
         if !disk.has_layers() {
             continue;
@@ -100,7 +101,7 @@ pub(super) async fn next_part(link: &mut Link) -> Result<(), Problem> {
 async fn send_memory(
     what: &ToCopy,
     (place, disk): (usize, &Departing),
-    snapshot: SnapshotId,
+    memory: Beside,
     link: &mut Link,
 ) -> Result<(), Problem> {
     next_part(link).await?;
@@ -111,7 +112,7 @@ async fn send_memory(
     // One that is given up ends with the connection.
     let send = move || {
         let keys = (kek.as_ref(), transit.as_deref());
-        sent_memory::send(&spec, &disk, snapshot, keys, theirs)
+        sent_memory::send(&spec, &disk, &memory, keys, theirs)
     };
     spawn_blocking(send).await.map_err(internal)??;
     link.carried(place, part).await

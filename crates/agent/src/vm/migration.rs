@@ -54,6 +54,7 @@ use crate::migration::transport::{
     Bridge, Carrier, Cipher, Compressed, Control, Handle, Part, Session, Spec, TransportError,
 };
 use crate::process::run_record::Record;
+use crate::storage::home::Beside;
 use crate::storage::layers::Tree;
 use crate::storage::memory_transit::MemoryTransit;
 
@@ -140,6 +141,9 @@ pub struct SentBefore {
     /// The memory that these snapshots keep beside it, one part each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memories: Vec<SnapshotId>,
+    /// Whether the memory of the VM, which is suspended, follows these.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub own_memory: bool,
     /// Its layers: the image is a part, and each layer that nobody writes. The active one is copied as the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tree: Option<Tree>,
@@ -148,7 +152,13 @@ pub struct SentBefore {
 impl SentBefore {
     /// Whether that is nothing.
     pub fn is_nothing(&self) -> bool {
-        self.memories.is_empty() && self.tree.is_none()
+        self.memories.is_empty() && !self.own_memory && self.tree.is_none()
+    }
+
+    /// The memories that go before it, in their order: one part each.
+    pub fn beside(&self) -> impl Iterator<Item = Beside> + use<'_> {
+        let of_snapshots = self.memories.iter().copied().map(Beside::SnapshotMemory);
+        of_snapshots.chain(self.own_memory.then_some(Beside::Memory))
     }
 }
 

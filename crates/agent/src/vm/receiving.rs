@@ -164,6 +164,7 @@ impl Receiving {
             copies: copies_of(&job).map_or_else(Vec::new, |copies| {
                 copies.disks.iter().map(|copy| copy.disk).collect()
             }),
+            suspended: copies_of(&job).is_some_and(|copies| copies.suspended),
             generation,
             migration,
             slot,
@@ -203,7 +204,11 @@ impl Receiving {
                 owner.run(calls).await;
             }
             End::IsHere(spec) => {
-                let owner = Owner::new(self.shared, *spec, Initial::New).with_key(self.kek);
+                let initial = match suspend::is_suspended(&spec).await {
+                    Some(true) => Initial::Suspended,
+                    Some(false) | None => Initial::New,
+                };
+                let owner = Owner::new(self.shared, *spec, initial).with_key(self.kek);
                 let owner = owner.received_at_rest(self.task, self.job);
                 owner.publish();
                 owner.run(calls).await;
@@ -477,6 +482,8 @@ struct Coming {
     told_under: Option<SecretBytes>,
     transit: Option<Arc<MemoryTransit>>,
     copies: Vec<DiskId>,
+    /// Whether the memory of a suspended VM is to come with them.
+    suspended: bool,
     generation: u64,
     migration: MigrationId,
     slot: Arc<Slot>,

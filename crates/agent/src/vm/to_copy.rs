@@ -86,8 +86,9 @@ impl Departing {
     /// Those of the note of its layers.
     pub fn of(spec: &VmSpec, (disk, facts): (DiskSpec, DiskFacts)) -> Result<Self, Problem> {
         let layers = layers::read(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
-        let (tree, memories) = (Tree::of(&layers)?, sent_memory::beside(spec, &disk)?);
-        let before = SentBefore { memories, tree };
+        let (tree, (memories, own_memory)) =
+            (Tree::of(&layers)?, sent_memory::beside(spec, &disk)?);
+        let before = SentBefore { memories, own_memory, tree };
         Ok(Self { disk, facts, before, layers: layers.unwritten() })
     }
 

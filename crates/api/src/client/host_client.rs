@@ -29,9 +29,9 @@ use crate::host::survey::DatastoreSurvey;
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
-    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeyReference, NewDisk, NicSpec,
-    OtherKey, PoolKey, PowerOff, Remount, STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing,
-    ShowsCertificate, StateChange, VmChange, VmSpec,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
+    NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, Remount, STATE_WAIT_MAX, SealedKey,
+    ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -273,6 +273,11 @@ impl HostAgent for HostClient {
 
     async fn share_data_keys(&self, vm: VmId, shared: ShareDataKeys) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/key/share"), &shared).await
+    }
+
+    async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
+        let path = format!("vms/{vm}/measure-kept");
+        self.call(self.request(Method::POST, &path).json(&disks)).await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -8,6 +8,7 @@ use super::change::VmChange;
 use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
+use super::kept::{KeptRoom, PlacedDisk};
 use super::key::{KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys};
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
@@ -122,6 +123,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// The condition of a datastore. Nothing is written to it; abandoned half-made disks are removed from it
     /// now and then.
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem>;
+
+    /// Measures what these disks of a VM take beside what they are now: what snapshots keep of them, and saved memory beside them. The VM
+    /// need not be known, and nothing is changed. Agents without the feature [`MEASURE_KEPT`](super::version::MEASURE_KEPT) do not know it.
+    ///
+    /// # Errors
+    /// `damaged`; those of the file systems.
+    async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem>;
 
     /// Sees whether a network card of a VM that is off could be connected now. The VM need not be known, and nothing
     /// is changed.

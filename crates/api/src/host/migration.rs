@@ -88,6 +88,10 @@ pub struct Departure {
     /// [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
+    /// Whether one that is off is suspended: the memory of its guest, which is beside its first disk, is sent with that. Both hosts have
+    /// [`MIGRATE_SUSPENDED`](super::version::MIGRATE_SUSPENDED).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
 }
 
 impl SendJob {
@@ -124,6 +128,10 @@ pub struct ArrivingCopies {
     /// hosts have [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
+    /// Whether one that is off is suspended: the memory of its guest comes with its first disk, and it is suspended here when the job is
+    /// committed. Both hosts have [`MIGRATE_SUSPENDED`](super::version::MIGRATE_SUSPENDED).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
 }
 
 /// A copy.

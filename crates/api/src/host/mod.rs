@@ -33,6 +33,7 @@
 //! POST   /v1/vms/{vm}/key/add              add_key
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
 //! POST   /v1/vms/{vm}/key/share            share_data_keys
+//! POST   /v1/vms/{vm}/measure-kept         measure_kept
 //! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! POST   /v1/vms/{vm}/examine-change       examine_change
@@ -78,6 +79,7 @@ mod description;
 pub mod descriptor;
 mod disk;
 mod job;
+mod kept;
 mod key;
 mod migration;
 pub mod proof;
@@ -100,6 +102,7 @@ pub use self::job::{
     JobProgress, JobSpec, JobState, JobStatus, LAYERS_MAX, MirrorJob, ProveJob, RestoreBackupJob,
     RestoredFrom, RevertJob, SnapshotJob, Tracked, VerifyBackupJob, export_info,
 };
+pub use self::kept::{CopyRoom, KeptOfDisk, KeptRoom, PlacedDisk};
 pub use self::key::{
     KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys, key_info, pool_key_info,
 };

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 64] = [
+pub const FEATURES: [&str; 2] = [
     "job-create",
     "job-export",
     NICS,
@@ -81,6 +81,8 @@ pub const FEATURES: [&str; 64] = [
     MIGRATE_APART,
     MIGRATE_APART_SNAPSHOTS,
     MIGRATE_AT_REST,
+    MIGRATE_SUSPENDED,
+    MEASURE_KEPT,
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
@@ -253,6 +255,12 @@ pub const MIGRATE_APART_SNAPSHOTS: &str = "job-migrate-apart-snapshots";
 
 /// The feature of agents that send the disks of VMs which are off to other hosts, and keep those that they receive.
 pub const MIGRATE_AT_REST: &str = "job-migrate-at-rest";
+
+/// The feature of agents that send and receive the memory of VMs which are suspended with these disks.
+pub const MIGRATE_SUSPENDED: &str = "job-migrate-suspended";
+
+/// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
+pub const MEASURE_KEPT: &str = "measure-kept";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";

@@ -301,10 +301,10 @@ pub enum Vm {
     /// A VM that is off or suspended is registered at the other host, which needs all of its datastores: nothing is sent or
     /// copied. It is started or resumed there afterwards.
     ///
-    /// With --remote a VM that runs or is off goes to a host of another control plane, with copies of all its disks, under a key
-    /// that the other control plane makes: no key leaves this one. It has the policy of the same name there, unless another is
-    /// named. When it is there, running or off as it was, it is gone here, and its former key is destroyed. A dry run shows all
-    /// that was looked at there.
+    /// With --remote a VM that runs, is off or suspended goes to a host of another control plane, with copies of all its disks,
+    /// under a key that the other control plane makes: no key leaves this one. It has the policy of the same name there, unless
+    /// another is named. When it is there, running, off or suspended as it was, it is gone here, and its former key is destroyed.
+    /// A dry run shows all that was looked at there.
     ///
     /// With --watch it is shown how fast the memory is sent and how fast the guest changes it, how often it was gone through, how
     /// long the guest is expected to stand still, and what sealing needs of the processor. At the end it is told how it went, as

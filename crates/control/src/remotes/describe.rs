@@ -2,13 +2,13 @@
 
 use vmseal_api::host::{Attachment, DiskRole};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ArrivingVm, BeginArrival, DiskOfArrival, SourceHost};
+use vmseal_api::remote::{ArrivingVm, BeginArrival, DiskOfArrival, SourceHost, SuspendedMemory};
 
 use super::snapshots;
 use crate::hosts::Hosts;
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
-use crate::store::{Store, disks, nics};
+use crate::store::{Store, disks, memory_generations, nics};
 
 /// What the VM is to get there.
 #[derive(Clone, Debug)]
@@ -21,6 +21,8 @@ pub struct Wanted {
     pub datastore: Option<String>,
     /// Whether it is off, and stays so.
     pub at_rest: bool,
+    /// Whether it is suspended, and stays so.
+    pub suspended: bool,
 }
 
 /// Describes a VM to another control plane.
@@ -43,6 +45,13 @@ pub async fn describe(
     let disks = disks::of_vm(&mut read, vm.id).await?;
     let nics = nics::of_vm(&mut read, vm.id).await?;
     let snapshots = snapshots::of_vm(&mut read, vm).await?;
+    let suspended = match wanted.suspended {
+        true => {
+            let generation = memory_generations::expected(&mut read, vm.id).await?;
+            Some(SuspendedMemory { generation })
+        }
+        false => None,
+    };
     drop(read);
     let of = |disk: &Disk| DiskOfArrival {
         id: disk.id,
@@ -51,7 +60,7 @@ pub async fn describe(
         encrypted: disk.encrypted,
         role: disk.role,
     };
-    let Wanted { policy, host, datastore, at_rest } = wanted;
+    let Wanted { policy, host, datastore, at_rest, .. } = wanted;
     Ok(BeginArrival {
         vm: ArrivingVm {
             id: vm.id,
@@ -68,6 +77,7 @@ pub async fn describe(
             disks: disks.iter().filter(|disk| !disk.detached).map(of).collect(),
             nics,
             snapshots,
+            kept: None,
         },
         policy,
         host,
@@ -81,6 +91,7 @@ pub async fn describe(
         },
         generation,
         at_rest,
+        suspended,
     })
 }
 

@@ -17,9 +17,11 @@ use vmseal_api::size::Size;
 
 mod at_rest;
 mod copies;
+mod kept;
 mod remote;
 
 use self::copies::Copies;
+pub(super) use self::copies::sizes;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
@@ -64,8 +66,7 @@ pub async fn migrate(
     match now.unwrap_or(Power::Off) {
         Power::Running | Power::Paused => {}
         rest @ (Power::Off | Power::Suspended) if request.remote.is_some() => {
-            remote::at_rest::require_off(&vm, rest)?;
-            let of = (&vm, disks.as_slice(), true);
+            let of = (&vm, disks.as_slice(), Some(rest));
             return remote::migrate(services, caller, of, request, dry_run).await;
         }
         rest @ (Power::Off | Power::Suspended) => {
@@ -80,7 +81,7 @@ pub async fn migrate(
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
     if request.remote.is_some() {
-        let of = (&vm, disks.as_slice(), false);
+        let of = (&vm, disks.as_slice(), None);
         return remote::migrate(services, caller, of, request, dry_run).await;
     }
     if request.policy.is_some() {

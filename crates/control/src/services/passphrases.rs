@@ -5,11 +5,17 @@ use base64::engine::general_purpose::STANDARD;
 use vmseal_api::model::About;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ARRIVALS, ARRIVALS_AT_REST, ARRIVING_SNAPSHOTS};
+use vmseal_api::remote::{
+    ARRIVALS, ARRIVALS_AT_REST, ARRIVALS_KEPT, ARRIVALS_SUSPENDED, ARRIVING_SNAPSHOTS,
+};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
 
 use super::Services;
+
+/// What this server says of itself.
+const FEATURES: [&str; 5] =
+    [ARRIVALS, ARRIVING_SNAPSHOTS, ARRIVALS_AT_REST, ARRIVALS_KEPT, ARRIVALS_SUSPENDED];
 
 /// The server's version, and the key to which passphrases are sealed; needs no credentials.
 #[must_use]
@@ -17,7 +23,7 @@ pub fn about(services: &Services) -> About {
     About {
         vmseal: env!("CARGO_PKG_VERSION").to_owned(),
         passphrase_box: passphrase_box(services),
-        features: [ARRIVALS, ARRIVING_SNAPSHOTS, ARRIVALS_AT_REST].map(str::to_owned).to_vec(),
+        features: FEATURES.map(str::to_owned).to_vec(),
     }
 }
 

@@ -4,6 +4,7 @@
 //!  suspend          renew: a number that no memory has had ─► the host saves under it
 //!  the guest runs   renew: no memory that was saved before is the expected one
 //!  revert           expect: that of the snapshot
+//!  an arrival       expect: what the other inventory has expected, of a VM that is suspended
 //! ```
 
 use jiff::Timestamp;
@@ -114,6 +115,29 @@ pub async fn take_over(
     sqlx::query("UPDATE vms SET memory_last = $1 WHERE id = $2 AND memory_last < $1")
         .bind(generation)
         .bind(snapshot.vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Has the VM's memory be of the generation that another inventory has given it: the VM comes from there, suspended. No memory gets it, or
+/// a lower one, from now on. None means that any is taken.
+pub async fn take_over_own(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    generation: Option<u64>,
+) -> Result<(), StoreError> {
+    let Some(generation) = generation else { return accept_any(to, vm).await };
+    // A number that is too high is of no memory: the caller has refused it.
+    let generation = i64::try_from(generation).unwrap_or(i64::MAX);
+    sqlx::query("UPDATE vms SET memory_expected = $1 WHERE id = $2")
+        .bind(generation)
+        .bind(vm.to_string())
+        .execute(&mut *to)
+        .await?;
+    sqlx::query("UPDATE vms SET memory_last = $1 WHERE id = $2 AND memory_last < $1")
+        .bind(generation)
+        .bind(vm.to_string())
         .execute(to)
         .await?;
     Ok(())

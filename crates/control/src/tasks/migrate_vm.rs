@@ -93,8 +93,9 @@ impl Checked {
 
     fn received(&self) -> ReceiveJob {
         let (generation, disks) = (self.generation, self.copies.clone());
-        let at_rest = false;
-        let copies = (!disks.is_empty()).then_some(ArrivingCopies { generation, disks, at_rest });
+        let (at_rest, suspended) = (false, false);
+        let copies = ArrivingCopies { generation, disks, at_rest, suspended };
+        let copies = (!copies.disks.is_empty()).then_some(copies);
         ReceiveJob { disks: self.disks.clone(), copies, begin: None }
     }
 
@@ -332,6 +333,7 @@ async fn begin(
         bytes_per_second: run.pace().bytes_per_second,
         compresses: ends.compresses,
         at_rest: false,
+        suspended: false,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     source.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;

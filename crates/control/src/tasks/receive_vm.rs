@@ -1,4 +1,4 @@
-//! Receives a VM that runs, or is off, from another control plane ([`super::migrate_vm::away`] has the other side).
+//! Receives a VM that runs, is off or suspended, from another control plane ([`super::migrate_vm::away`] has the other side).
 //!
 //! ```text
 //!   reserve ─► make-key ─► receive ──────────────────────► switch ─► done
@@ -142,10 +142,15 @@ fn place(run: &Run<'_>) -> Result<(HostId, u64), StepError> {
     }
 }
 
-/// The job of an arrival, without what begins it.
-pub(crate) fn job(disks: &[Disk], generation: u64, at_rest: bool) -> ReceiveJob {
+/// The job of an arrival, without what begins it. `at_rest`: of a VM that is off, or `suspended`.
+pub(crate) fn job(
+    disks: &[Disk],
+    generation: u64,
+    (at_rest, suspended): (bool, bool),
+) -> ReceiveJob {
     let copy = |disk: &Disk| ArrivingCopy { disk: disk.id, datastore: disk.datastore.clone() };
-    let copies = ArrivingCopies { generation, disks: disks.iter().map(copy).collect(), at_rest };
+    let copies = disks.iter().map(copy).collect();
+    let copies = ArrivingCopies { generation, disks: copies, at_rest, suspended };
     let disks = disks.iter().map(|disk| disk.id).collect();
     ReceiveJob { disks, copies: Some(copies), begin: None }
 }
@@ -153,8 +158,9 @@ pub(crate) fn job(disks: &[Disk], generation: u64, at_rest: bool) -> ReceiveJob 
 /// The job of a task's arrival.
 async fn job_of(run: &Run<'_>) -> Result<JobSpec, StepError> {
     let (_, generation) = place(run)?;
-    let at_rest = run.task.operation.is_at_rest();
-    Ok(JobSpec::Receive(job(&run.disks().await?, generation, at_rest)))
+    let operation = &run.task.operation;
+    let rest = (operation.is_at_rest(), operation.is_of_suspended());
+    Ok(JobSpec::Receive(job(&run.disks().await?, generation, rest)))
 }
 
 /// Waits until the source asks to let the guest go.
@@ -311,7 +317,8 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 /// Records that the guest runs here.
 async fn record(run: &Run<'_>) -> Result<(), StepError> {
     let (host, _) = place(run)?;
-    let at_rest = run.task.operation.is_at_rest();
+    let operation = &run.task.operation;
+    let (at_rest, suspended) = (operation.is_at_rest(), operation.is_of_suspended());
     // Those of one that is off were noted before, and its host may not know it any more.
     let made = if at_rest { Vec::new() } else { made(run, host).await? };
     {
@@ -322,12 +329,17 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
             set_image(&mut write, disk, true).await?;
         }
         vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
-        // What its snapshots keep is beside its disks: none of that is its memory when it is off, unless it is reverted to.
-        memory_generations::renew(&mut write, vm.id).await?;
+        if !suspended {
+            // What its snapshots keep is beside its disks: none of that is its memory when it is off, unless it is reverted to.
+            memory_generations::renew(&mut write, vm.id).await?;
+        }
         // A guest that runs has run without a break.
-        let power = if at_rest { Power::Off } else { Power::Running };
+        let (power, how) = match (at_rest, suspended) {
+            (_, true) => (Power::Suspended, ", while it was suspended"),
+            (true, false) => (Power::Off, ", while it was off"),
+            (false, false) => (Power::Running, ""),
+        };
         vms::set_seen(&mut write, vm.id, power, None).await?;
-        let how = if at_rest { ", while it was off" } else { "" };
         let detail = format!(
             "from another control plane to host '{}', policy '{}', with copies of its disks{how}",
             vm.host_name, vm.policy_name

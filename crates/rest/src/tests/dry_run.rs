@@ -93,6 +93,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         "ExamineDatastore",
         "ExamineDisk",
         "ExamineNic",
+        "MeasureKept",
         "ExamineJob",
         "ExamineChange",
         "MeasureDatastore",

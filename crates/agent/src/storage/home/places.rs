@@ -277,6 +277,7 @@ impl Home {
     }
 
     /// What takes its place with the copy of the disk that it is beside, or comes with that.
+    #[cfg(test)]
     #[must_use]
     pub fn copy_memory(&self, disk: DiskId, snapshot: SnapshotId) -> PathBuf {
         self.copy_beside(disk, &Beside::SnapshotMemory(snapshot))
@@ -290,17 +291,19 @@ impl Home {
         self.all_beside().map(of_snapshots)
     }
 
-    /// Those that are to take their places with the copy of a disk, or come with that.
+    /// The memories that have come with a disk from another host, and have not taken their places.
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn copy_memories(&self, disk: DiskId) -> Result<BTreeMap<SnapshotId, PathBuf>, Problem> {
-        self.copies_beside(disk).map(of_snapshots)
+    pub fn arrived_memories(&self, disk: DiskId) -> Result<BTreeMap<Beside, PathBuf>, Problem> {
+        let mut all = self.copies_beside(disk)?;
+        all.retain(|which, _| !matches!(which, Beside::Core(_)));
+        Ok(all)
     }
 
     /// All that came, whole or not, to take the places of memories with a disk.
     pub(super) fn half_received(&self, disk: DiskId) -> Result<Vec<PathBuf>, Problem> {
-        let whole = self.copy_memories(disk)?.into_values();
+        let whole = self.arrived_memories(disk)?.into_values();
         Ok(whole.chain(self.unfinished_beside(disk)).collect())
     }
 

@@ -1,4 +1,4 @@
-//! The memory of a snapshot goes to a host that has another key of the VM.
+//! The memory of a snapshot, and that of a suspended VM, goes to a host that has another key of the VM.
 
 use std::fs::File;
 
@@ -33,7 +33,8 @@ fn what_arrives_opens_with_the_key_of_that_control_plane_alone_as_of_the_same_ge
     disk.datastore = place.clone();
     spec.devices.push(Device::Disk(disk.clone()));
     let ((west, west_kek), (east, east_kek)) = (keyed(&spec, "west"), keyed(&spec, "east"));
-    let snapshot = SnapshotId::new();
+    let (snapshot, other) = (SnapshotId::new(), SnapshotId::new());
+    let which = Beside::SnapshotMemory(snapshot);
 
     let home = Home::of(&place, spec.vm).unwrap();
     std::fs::create_dir_all(home.path()).unwrap();
@@ -47,11 +48,11 @@ fn what_arrives_opens_with_the_key_of_that_control_plane_alone_as_of_the_same_ge
     let (session, migration) = (SecretBytes::random(KEK_LEN).unwrap(), MigrationId::new());
     let way = transit(&session, migration);
     let mut sent = Vec::new();
-    send(&west, &disk, snapshot, (Some(&west_kek), Some(&way)), &mut sent).unwrap();
+    send(&west, &disk, &which, (Some(&west_kek), Some(&way)), &mut sent).unwrap();
     // As the other host has it: from the same key.
     let way = transit(&session, migration);
     let mut rest = &sent[..];
-    let header = way.arrived(&east, &east_kek, snapshot, &mut rest).unwrap();
+    let header = way.arrived(&east, &east_kek, &which, &mut rest).unwrap();
     let arrived = [&header[..], rest].concat();
 
     let wanted = Wanted { vm: spec.vm.0, kind: Kind::Memory, generation: Some(7) };
@@ -62,15 +63,25 @@ fn what_arrives_opens_with_the_key_of_that_control_plane_alone_as_of_the_same_ge
     assert_eq!(read, CONTENT);
     assert_eq!(Header::read(&mut &arrived[..]).unwrap().keys().len(), 1, "one key opens it");
     assert!(opened(&key.unwrap()).is_err(), "the source's key opens it");
-    let name = snapshot.to_string();
+    let name = memory_transit::name(&which);
     assert!(opened(&way.key(spec.vm, &name)).is_err(), "the session's key opens it");
 
     // Of another snapshot, of another attempt, and as an agent sends it that does not know of this.
-    let refused = |way: &MemoryTransit, of: SnapshotId, sent: &[u8]| {
+    let refused = |way: &MemoryTransit, of: &Beside, sent: &[u8]| {
         way.arrived(&east, &east_kek, of, &mut &sent[..]).is_err()
     };
-    assert!(refused(&way, SnapshotId::new(), &sent));
-    assert!(refused(&transit(&session, MigrationId::new()), snapshot, &sent));
+    assert!(refused(&way, &Beside::SnapshotMemory(other), &sent));
+    assert!(refused(&way, &Beside::Memory, &sent), "it is not the VM's own");
+    assert!(refused(&transit(&session, MigrationId::new()), &which, &sent));
     let under_west = std::fs::read(home.snapshot_memory(snapshot)).unwrap();
-    assert!(refused(&way, snapshot, &under_west));
+    assert!(refused(&way, &which, &under_west));
+
+    // The VM is suspended with it: its own memory goes under a key of its own.
+    assert_eq!(beside(&west, &disk).unwrap(), (vec![snapshot], false));
+    std::fs::copy(home.snapshot_memory(snapshot), home.memory()).unwrap();
+    assert_eq!(beside(&west, &disk).unwrap(), (vec![snapshot], true));
+    let mut sent = Vec::new();
+    send(&west, &disk, &Beside::Memory, (Some(&west_kek), Some(&way)), &mut sent).unwrap();
+    assert!(refused(&way, &which, &sent), "it is not the snapshot's");
+    way.arrived(&east, &east_kek, &Beside::Memory, &mut &sent[..]).unwrap();
 }

@@ -1,4 +1,5 @@
-//! A VM that is off and is sent to another host: its disks are copied there, all of them, and nothing else is sent.
+//! A VM that is off and is sent to another host: its disks are copied there, all of them, and nothing else is sent; of one that is
+//! suspended the memory of its guest, too, which is a file beside its first disk.
 //!
 //! ```text
 //!   Off ─ put ─► a worker sends the disks ─► all are there: ready to commit ─ commit ─► the server removes them here
@@ -15,6 +16,7 @@ use vmseal_api::problem::Problem;
 
 use super::Owner;
 use crate::filter::Control;
+use crate::rules;
 use crate::vm::internal;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
 use crate::vm::sending_at_rest::SendingAtRest;
@@ -40,6 +42,7 @@ impl Owner {
     ) -> Result<(), Problem> {
         self.ready_to_send(&spec)?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
+        rules::check_sent_memory(&self.spec, self.suspended, departure.suspended)?;
         let Some(first) = job.copies.first().copied() else { return Err(internal("no disks")) };
         let (shared, vm) = (self.shared.clone(), self.spec.clone());
         let session = session_of(&shared, vm.vm, &departure.session)?;

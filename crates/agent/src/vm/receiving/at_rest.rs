@@ -58,6 +58,11 @@ impl Coming {
         if copies != self.copies || copies.len() != self.vm.disks().count() {
             return Err(unexpected());
         }
+        // Without its memory a VM that was suspended would be off.
+        let memories = before.iter().filter(|before| before.own_memory).count();
+        if memories != usize::from(self.suspended) {
+            return Err(unexpected());
+        }
         match self.take(&before, &mut link).await {
             Ok(copied) => {
                 link.finish().await;

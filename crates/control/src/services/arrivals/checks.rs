@@ -4,9 +4,9 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
     IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
-    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED,
 };
-use vmseal_api::host::{Allocation, HostAgent, HostDescription};
+use vmseal_api::host::{Allocation, CopyRoom, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival};
@@ -15,7 +15,7 @@ use vmseal_api::size::Size;
 use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
-use crate::services::migrate::{Promised, free_memory, older, same_processor};
+use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};
 use crate::services::{Services, hardware, hosts, image_layouts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
@@ -65,6 +65,12 @@ pub(super) async fn look(
     let mut looked = Looked::default();
     looked.note("name", name_is_free(services, arrival).await);
     let policy = looked.note("policy", policy_for(services, arrival).await);
+    if let Some(told) = suspended(arrival) {
+        looked.note("saved memory", Ok(((), told)));
+    }
+    if let Some(told) = snapshots_of(arrival) {
+        looked.note("snapshots", Ok(((), told)));
+    }
     let may = looked.is_ok();
     let mut best: Option<(u64, Host, Datastore)> = None;
     let candidates = match &arrival.host {
@@ -103,6 +109,37 @@ pub(super) async fn look(
     let host = chosen.as_ref().map(|chosen| chosen.host.name.clone());
     let datastore = chosen.as_ref().map(|chosen| chosen.datastore.name.clone());
     Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
+}
+
+/// What comes with a VM of its guest's memory; none where it is not suspended.
+fn suspended(arrival: &BeginArrival) -> Option<String> {
+    arrival.suspended?;
+    let size = match &arrival.vm.kept {
+        Some(kept) => format!(": {} with that of snapshots", Size(kept.memories)),
+        None => "; how much it takes is not known, and not counted".to_owned(),
+    };
+    Some(format!("it comes, and the VM is suspended here{size}"))
+}
+
+/// What comes with a VM of its snapshots; none where it has none.
+fn snapshots_of(arrival: &BeginArrival) -> Option<String> {
+    let vm = &arrival.vm;
+    let count = match vm.snapshots.len() {
+        0 => return None,
+        1 => "one snapshot comes with it".to_owned(),
+        many => format!("{many} snapshots come with it"),
+    };
+    let with_memory = vm.snapshots.iter().filter(|snapshot| snapshot.memory).count();
+    let memory =
+        if with_memory > 0 { format!(", {with_memory} with memory") } else { String::new() };
+    Some(match &vm.kept {
+        // That of the VM's own memory is not told apart.
+        Some(kept) if arrival.suspended.is_some() => {
+            format!("{count}{memory}: {}", Size(kept.of_disks()))
+        }
+        Some(kept) => format!("{count}{memory}: {}", sizes(kept)),
+        None => format!("{count}{memory}; how much they keep is not known, and not counted"),
+    })
 }
 
 async fn name_is_free(services: &Services, arrival: &BeginArrival) -> Result<((), String), String> {
@@ -239,6 +276,7 @@ fn versions(
         (MIGRATE_SNAPSHOTS, with_snapshots),
         (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
         (MIGRATE_AT_REST, arrival.at_rest),
+        (MIGRATE_SUSPENDED, arrival.suspended.is_some()),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {
@@ -258,7 +296,7 @@ fn versions(
         return Err("its agent has no address for migrations".to_owned());
     }
     // A guest that boots there finds another machine, as with any start.
-    if !arrival.at_rest && older(&there.qemu, &arrival.source.qemu) {
+    if has_guest(arrival) && older(&there.qemu, &arrival.source.qemu) {
         return Err(format!(
             "its QEMU {} is older than QEMU {} of the VM's host",
             there.qemu, arrival.source.qemu
@@ -270,7 +308,7 @@ fn versions(
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
     let kind = there.accelerator.kind;
     let alike = runs_alike(arrival, there);
-    if !arrival.at_rest {
+    if has_guest(arrival) {
         return alike.map(|()| ((), format!("{kind:?}")));
     }
     let off = format!("{kind:?}; the VM is off");
@@ -286,6 +324,11 @@ fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), S
             _ => off,
         },
     ))
+}
+
+/// Whether its guest goes on there from the memory that it has.
+fn has_guest(arrival: &BeginArrival) -> bool {
+    !arrival.at_rest || arrival.suspended.is_some()
 }
 
 /// Whether guests run there as where the VM comes from.
@@ -328,7 +371,8 @@ async fn memory(
     let (free, needed) = (free.unwrap_or(there.memory), arrival.vm.memory);
     let detail = format!("{} free, {} needed", Size(free), Size(needed));
     if arrival.at_rest {
-        return Ok((free, format!("{detail} when it is started")));
+        let when = if arrival.suspended.is_some() { "resumed" } else { "started" };
+        return Ok((free, format!("{detail} when it is {when}")));
     }
     if free < needed { Err(detail) } else { Ok((free, detail)) }
 }
@@ -375,13 +419,26 @@ async fn room(
         }
     }
     let (free, datastore) = best.ok_or(why)?;
-    let all = sizes().sum::<u64>();
-    let detail = format!(
-        "'{}' has {} free, the disks have {} in all",
-        datastore.name,
-        Size(free),
-        Size(all)
-    );
+    let (needed, with) = needed(&arrival.vm, policy);
+    let (place, room, all) = (&datastore.name, Size(free), Size(needed.at_most));
+    let detail = format!("'{place}' has {room} free, the disks have {all} in all{with}");
+    if needed.at_least > free {
+        let at_least = Size(needed.at_least);
+        return Err(format!("{detail}, and {at_least} are needed at least"));
+    }
+    Ok((datastore, detail))
+}
+
+/// The room that the disks of a VM need with what snapshots keep; and what people are told of that.
+fn needed(vm: &ArrivingVm, policy: Option<&Policy>) -> (CopyRoom, &'static str) {
     let preallocated = policy.is_some_and(|it| it.allocation == Allocation::Preallocated);
-    if preallocated && all > free { Err(detail) } else { Ok((datastore, detail)) }
+    let none = KeptRoom::default();
+    let kept = vm.kept.as_ref().unwrap_or(&none);
+    let needed = kept.copies(vm.disks.iter().map(|disk| (disk.id, disk.size, preallocated)));
+    let with = match (*kept == none, vm.snapshots.is_empty()) {
+        (true, _) => "",
+        (false, true) => " with saved memory",
+        (false, false) => " with what snapshots keep",
+    };
+    (needed, with)
 }

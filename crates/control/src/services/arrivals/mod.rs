@@ -31,7 +31,9 @@ use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::tasks::Task;
 use crate::store::vms::Vm;
-use crate::store::{Write, disks, hosts as store_hosts, nics, placements, tasks, vms};
+use crate::store::{
+    Write, disks, hosts as store_hosts, memory_generations, nics, placements, tasks, vms,
+};
 use crate::tasks::Engine;
 use crate::tasks::engine::TaskSchedule;
 use crate::tasks::migrate_vm::{NewSession, reachable};
@@ -58,6 +60,7 @@ pub async fn check(
 ) -> Result<ArrivalChecks, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check_vm(&request.vm)?;
+    check_rest(&request)?;
     require_migrate(caller, request.vm.has_key)?;
     Ok(look(services, &request).await?.0)
 }
@@ -71,6 +74,7 @@ pub async fn begin(
 ) -> Result<ArrivalShown, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check_vm(&request.vm)?;
+    check_rest(&request)?;
     require_migrate(caller, request.vm.has_key)?;
     let task: TaskId =
         id.parse().map_err(|_| Problem::invalid("arrival", format!("'{id}' is not an id")))?;
@@ -103,7 +107,7 @@ async fn reserve(
     };
     let gone = || Problem::not_found("datastore", &datastore.name);
     let place = datastore.spec_on(host.id).ok_or_else(gone)?;
-    let BeginArrival { vm: asked, generation, at_rest, .. } = request;
+    let BeginArrival { vm: asked, generation, at_rest, suspended, .. } = request;
     let mut write = services.store.write().await?;
     let provider = provider_of(services, &mut write, &policy).await?;
     if !at_rest {
@@ -159,8 +163,12 @@ async fn reserve(
         nics::insert(&mut write, vm.id, position, nic).await?;
     }
     snapshots::insert(&mut write, vm.id, asked.snapshots).await?;
-    let (host, committed) = (vm.host, false);
-    let operation = Operation::ReceiveVm { vm: vm.id, host, generation, committed, at_rest };
+    if let Some(memory) = suspended {
+        memory_generations::take_over_own(&mut write, vm.id, memory.generation).await?;
+    }
+    let (vm_id, host, committed, suspended) = (vm.id, vm.host, false, suspended.is_some());
+    let operation =
+        Operation::ReceiveVm { vm: vm_id, host, generation, committed, at_rest, suspended };
     let schedule = TaskSchedule { id: Some(id), ..TaskSchedule::default() };
     let actor = caller.name();
     let task = Engine::record_scheduled(&mut write, operation, &vm.name, actor, schedule).await?;
@@ -207,6 +215,22 @@ fn check_vm(vm: &ArrivingVm) -> Result<(), Problem> {
         }
     }
     snapshots::check(vm)
+}
+
+/// Checks what another control plane says of a VM that does not run.
+fn check_rest(request: &BeginArrival) -> Result<(), Problem> {
+    let Some(memory) = &request.suspended else { return Ok(()) };
+    if !request.at_rest {
+        return Err(Problem::invalid(
+            "suspended",
+            "a VM that is suspended does not run: at_rest must be true",
+        ));
+    }
+    if memory.generation.is_some_and(|number| i64::try_from(number).is_err()) {
+        let what = "there cannot be a memory of this generation";
+        return Err(Problem::invalid("suspended.generation", what));
+    }
+    Ok(())
 }
 
 /// The task of an arrival.
@@ -323,7 +347,9 @@ pub async fn session(
         let detail = format!("host '{}' has no address for migrations", row.host_name);
         Problem::new(ErrorCode::WrongState, detail)
     })?;
-    let job = receive_vm::job(&of_vm, generation, task.operation.is_at_rest());
+    let operation = &task.operation;
+    let rest = (operation.is_at_rest(), operation.is_of_suspended());
+    let job = receive_vm::job(&of_vm, generation, rest);
     clear(&*agent, vm, task.id, &job).await?;
     let copies = job.copies.iter().flat_map(|copies| copies.disks.clone()).collect::<Vec<_>>();
     let spec = hosts::definition_with(&services.store, vm, host, &copies).await?;

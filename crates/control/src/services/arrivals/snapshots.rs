@@ -144,6 +144,7 @@ mod tests {
             disks: vec![disk],
             nics: Vec::new(),
             snapshots: vec![one, two],
+            kept: None,
         }
     }
 

@@ -2,11 +2,12 @@
 
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::{MIGRATE_DISKS, MIGRATE_SNAPSHOTS, MIGRATE_STATE};
-use vmseal_api::host::{Allocation, ArrivingCopy, Attachment};
+use vmseal_api::host::{Allocation, ArrivingCopy, Attachment, CopyRoom, KeptRoom};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
+use super::kept;
 use crate::services::Services;
 use crate::services::vms::require_no_clones;
 use crate::store::datastores::{self, Datastore};
@@ -23,6 +24,8 @@ pub(super) struct Copies {
     pub disks: Vec<Disk>,
     /// How many snapshots go with them.
     snapshots: usize,
+    /// What these keep, and what the disks of a linked clone stand on; none where the VM's host does not say it.
+    kept: Option<KeptRoom>,
     /// Whether they are a linked clone's.
     linked: bool,
     /// The room that the datastore has.
@@ -39,10 +42,14 @@ impl Copies {
 
     /// What people are told of what goes with the disks.
     pub(super) fn with(&self) -> String {
-        match self.snapshots {
-            0 => String::new(),
+        let kept = match self.snapshots {
+            0 => return String::new(),
             1 => ", and what a snapshot keeps".to_owned(),
             many => format!(", and what {many} snapshots keep"),
+        };
+        match &self.kept {
+            Some(room) => format!("{kept} ({})", sizes(room)),
+            None => kept,
         }
     }
 
@@ -58,16 +65,38 @@ impl Copies {
 
     /// What people should know of disks that may not fit when they are full.
     pub(super) fn little_room(&self) -> Option<String> {
-        let needed = self.disks.iter().map(|disk| disk.size).sum::<u64>();
-        (needed > self.room).then(|| {
-            format!(
-                "the disks that are copied have {} in all, and datastore '{}' has {} free",
-                Size(needed),
-                self.datastore.name,
-                Size(self.room)
-            )
+        let CopyRoom { at_most, .. } = needed(&self.disks, self.kept.as_ref());
+        let (place, room) = (&self.datastore.name, Size(self.room));
+        let kept = match (&self.kept, self.snapshots) {
+            (Some(_), 0) => "",
+            (Some(_), _) => " with what snapshots keep",
+            (None, _) => {
+                return Some(format!(
+                    "datastore '{place}' has {room} free, and how much snapshots keep, or a linked clone shares, is not counted: the agent of the VM's host is of an earlier version"
+                ));
+            }
+        };
+        (at_most > self.room).then(|| {
+            let all = Size(at_most);
+            format!("the disks that are copied have {all} in all{kept}, and datastore '{place}' has {room} free")
         })
     }
+}
+
+/// What snapshots keep, for people: of disks, and of the guest's memory, if any.
+pub(in crate::services) fn sizes(kept: &KeptRoom) -> String {
+    match kept.memories {
+        0 => Size(kept.of_disks()).to_string(),
+        memories => format!("{}, and {} of memory", Size(kept.of_disks()), Size(memories)),
+    }
+}
+
+/// The room that copies of these disks need.
+fn needed(disks: &[Disk], kept: Option<&KeptRoom>) -> CopyRoom {
+    let none = KeptRoom::default();
+    let each =
+        disks.iter().map(|disk| (disk.id, disk.size, disk.allocation == Allocation::Preallocated));
+    kept.unwrap_or(&none).copies(each)
 }
 
 /// The copies that a host gets of a VM's disks, and where; none where it has all of their datastores. Or why it cannot get them.
@@ -121,17 +150,21 @@ pub(super) async fn of(
     })?;
     let tpm = copied.iter().find(|disk| disk.role.moves_only_as_copy());
     let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
-    let preallocated = copied.iter().filter(|it| it.allocation == Allocation::Preallocated);
-    let needed = preallocated.map(|disk| disk.size).sum::<u64>();
-    if needed > room {
+    let kept = match has_layers {
+        true => kept::of(services, vm, &copied).await.map_err(failed)?,
+        false => Some(KeptRoom::default()),
+    };
+    let CopyRoom { at_least, .. } = needed(&copied, kept.as_ref());
+    if at_least > room {
+        let with = if snapshots > 0 { " with what snapshots keep" } else { "" };
         return Err(format!(
-            "its datastore '{}' has {} free, and {} are needed",
+            "its datastore '{}' has {} free, and {} are needed{with}",
             datastore.name,
             Size(room),
-            Size(needed)
+            Size(at_least)
         ));
     }
-    Ok(Some(Copies { datastore, disks: copied, snapshots, linked, room }))
+    Ok(Some(Copies { datastore, disks: copied, snapshots, kept, linked, room }))
 }
 
 /// Whether disks can be copied to a host while their VM runs; or why not.
@@ -215,9 +248,10 @@ async fn roomiest(
 
 #[cfg(test)]
 mod tests {
+    use vmseal_agent::simulated::SNAPSHOT_ROOM;
     use vmseal_api::hardware::{Firmware, Hardware};
-    use vmseal_api::host::version::MIGRATE_COMPRESSED;
-    use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm};
+    use vmseal_api::host::version::{MEASURE_KEPT, MIGRATE_COMPRESSED};
+    use vmseal_api::request::{CreateDisk, CreateVm, MigrateVm, TakeSnapshot};
     use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
@@ -227,6 +261,7 @@ mod tests {
     use crate::services::create_vm::create;
     use crate::services::migrate::migrate;
     use crate::services::migrate::tests::planned;
+    use crate::services::snapshots::take;
     use crate::testing::Fixture;
 
     #[tokio::test]
@@ -252,6 +287,61 @@ mod tests {
         assert!(told.contains("it has the datastores of all disks"), "{told}");
         let told = planned(&fixture, None, Some("own")).await;
         assert!(told.contains("host 'far', with copies"), "{told}");
+    }
+
+    /// What a dry run says of a VM with a snapshot that gets copies, and the warnings.
+    async fn with_snapshot(fixture: &Fixture) -> String {
+        let services = fixture.services(Recipient::generate().unwrap());
+        let caller = Caller::administrator("me");
+        match migrate(&services, &caller, "web", MigrateVm::default(), true).await {
+            Ok(Outcome::Planned(plan)) => {
+                format!("{} {}", plan.steps.join("; "), plan.warnings.join("; "))
+            }
+            Ok(_) => panic!("it was begun"),
+            Err(problem) => problem.detail,
+        }
+    }
+
+    #[tokio::test]
+    async fn what_snapshots_keep_is_counted_and_named() {
+        let fixture = Fixture::new().await;
+        let (far, agent) = fixture.add_host("far").await;
+        fixture.add_datastore(far, "far", "own").await;
+        let vm = fixture.running("web").await;
+        let disks = fixture.disks(vm).await;
+        let all = disks.iter().map(|disk| disk.size).sum::<u64>();
+        let told = with_snapshot(&fixture).await;
+        assert!(!told.contains("keep"), "{told}");
+        let (services, me) =
+            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+        let asked = TakeSnapshot { name: None, description: None, quiesce: false, memory: false };
+        let taken = take(&services, &me, "web", asked, false).await;
+        let Ok(Outcome::Done(task)) = taken else { panic!("no snapshot is taken") };
+        fixture.ends_well(task.id).await;
+        let kept = SNAPSHOT_ROOM * u64::try_from(disks.len()).unwrap();
+        let told = with_snapshot(&fixture).await;
+        let named = format!("and what a snapshot keeps ({})", Size(kept));
+        assert!(told.contains(&named) && !told.contains("in all"), "{told}");
+
+        // There is room for the disks, and not for what they and the snapshot may come to.
+        agent.set_free(all + kept - 1);
+        let told = with_snapshot(&fixture).await;
+        assert!(told.contains("in all with what snapshots keep"), "{told}");
+        // Not even for what the snapshot keeps now.
+        agent.set_free(kept - 1);
+        let told = with_snapshot(&fixture).await;
+        assert!(told.contains("are needed with what snapshots keep"), "{told}");
+        agent.set_free(kept);
+        let told = with_snapshot(&fixture).await;
+        assert!(told.contains("choose host 'far'"), "{told}");
+
+        fixture.agent.lack_features(&[MEASURE_KEPT]);
+        fixture.agent.restart();
+        let unknown = async || {
+            let told = with_snapshot(&fixture).await;
+            told.contains("is not counted: the agent").then_some(())
+        };
+        fixture.eventually("the server sees an earlier agent", unknown).await;
     }
 
     #[tokio::test]

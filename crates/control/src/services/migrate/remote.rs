@@ -1,9 +1,10 @@
-//! Moving VMs that run, or are off, to hosts of other control planes.
+//! Moving VMs that run, are off or suspended, to hosts of other control planes.
 
-pub(super) mod at_rest;
+mod at_rest;
 
 mod with_snapshots;
 
+use vmseal_api::host::Power;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
@@ -23,11 +24,11 @@ use crate::store::disks::Disk;
 use crate::store::vms::Vm;
 use crate::store::{dumps, placements};
 
-/// Moves a VM to another control plane, which is asked first whether it can take it.
+/// Moves a VM to another control plane, which is asked first whether it can take it. `rest`: what it is where it does not run.
 pub(super) async fn migrate(
     services: &Services,
     caller: &Caller,
-    (vm, disks, is_off): (&Vm, &[Disk], bool),
+    (vm, disks, rest): (&Vm, &[Disk], Option<Power>),
     request: MigrateVm,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
@@ -41,6 +42,7 @@ pub(super) async fn migrate(
         let what = "what goes to another control plane is not compressed: leave it out";
         return Err(Problem::invalid("compress", what));
     }
+    let (is_off, suspended) = (rest.is_some(), rest == Some(Power::Suspended));
     if is_off {
         at_rest::require_no_guest_of(&request)?;
     }
@@ -48,14 +50,14 @@ pub(super) async fn migrate(
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
     if is_off {
-        at_rest::require_sendable(services, vm, disks)?;
+        at_rest::require_sendable(services, vm, disks, suspended)?;
     }
     let plane = services.remotes.of(&remote)?;
     let about = plane.about().await?;
     require_arrivals(&remote.name, &about)?;
     with_snapshots::require(services, vm, (&remote.name, &about)).await?;
     if is_off {
-        at_rest::require_taken(&remote.name, &about)?;
+        at_rest::require_taken(&remote.name, &about, suspended)?;
     }
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
@@ -63,9 +65,12 @@ pub(super) async fn migrate(
         host: request.host.clone(),
         datastore: request.datastore.clone(),
         at_rest: is_off,
+        suspended,
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
-    let told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    let mut told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
+    let counted = with_snapshots::kept(services, (vm, disks), &told, &about).await?;
+    told.vm.kept = counted.clone().ok().flatten();
     with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
@@ -87,6 +92,7 @@ pub(super) async fn migrate(
             asked => asked,
         },
         at_rest: is_off,
+        suspended,
     };
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
@@ -94,7 +100,8 @@ pub(super) async fn migrate(
             let kept = with_snapshots::told(&told);
             let how = (&*remote.name, &found, &*kept);
             let mut plan = explained(plan, vm, how, encrypted || is_off);
-            plan.warnings.extend(is_off.then(|| at_rest::stays_off(vm, encrypted)));
+            plan.warnings.extend(counted.err());
+            plan.warnings.extend(is_off.then(|| at_rest::stays(vm, suspended, encrypted)));
             Outcome::Planned(plan)
         }
         done => done,

@@ -1,4 +1,4 @@
-//! Moves a VM that runs, or is off, to a host of another control plane ([`crate::tasks::receive_vm`] has the other side).
+//! Moves a VM that runs, is off or suspended, to a host of another control plane ([`crate::tasks::receive_vm`] has the other side).
 //!
 //! ```text
 //!   check ─► announce ─► transfer ───────────────► switch ──────────────► finish ─► destroy-key ─► remove-rows
@@ -8,8 +8,8 @@
 //!                    │                               commit step
 //!                    └── undone: the guest goes on here; the arrival is given up
 //! ```
-//! Of one that is off the transfer copies the disks ([`at_rest`]); the steps are the same. Until its rows are removed this task has it, so
-//! that nothing starts it here.
+//! Of one that is off or suspended the transfer copies the disks ([`at_rest`]); the steps are the same. Until its rows are removed this
+//! task has it, so that nothing starts it here.
 
 mod at_rest;
 
@@ -184,6 +184,7 @@ struct Route {
     encrypted: bool,
     downtime_milliseconds: u32,
     at_rest: bool,
+    suspended: bool,
 }
 
 fn route(run: &Run<'_>) -> Result<Route, StepError> {
@@ -195,11 +196,17 @@ fn route(run: &Run<'_>) -> Result<Route, StepError> {
             encrypted,
             downtime_milliseconds,
             at_rest,
+            suspended,
             ..
-        } => {
-            let downtime_milliseconds = downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT);
-            Ok(Route { from, remote, arrival, encrypted, downtime_milliseconds, at_rest })
-        }
+        } => Ok(Route {
+            from,
+            remote,
+            arrival,
+            encrypted,
+            downtime_milliseconds: downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT),
+            at_rest,
+            suspended,
+        }),
         _ => Err(internal("the task does not say where the VM goes")),
     }
 }
@@ -230,9 +237,9 @@ async fn remote(run: &Run<'_>) -> Result<Arc<dyn RemoteControlPlane>, StepError>
 /// Checks the preconditions.
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     Watched::default().show(run, MigrationPhase::Connecting);
-    let Route { from, at_rest, .. } = route(run)?;
+    let Route { from, at_rest, suspended, .. } = route(run)?;
     let disks = match at_rest {
-        true => at_rest::disks(run, from).await?,
+        true => at_rest::disks(run, from, suspended).await?,
         false => running_disks(run, from).await?,
     };
     let disks = disks.iter().map(|disk| disk.id).collect();
@@ -253,7 +260,8 @@ fn cancelled(arrival: ArrivalShown) -> StepError {
 /// Has the other control plane prepare for the VM.
 async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     let (route, checked, remote) = (route(run)?, checked(run)?, remote(run).await?);
-    let Operation::MigrateAway { host, datastore, policy, at_rest, .. } = &run.task.operation
+    let Operation::MigrateAway { host, datastore, policy, at_rest, suspended, .. } =
+        &run.task.operation
     else {
         return Err(internal("the task does not say where the VM goes"));
     };
@@ -262,6 +270,7 @@ async fn announce(run: &Run<'_>) -> Result<(), StepError> {
         host: host.clone(),
         datastore: datastore.clone(),
         at_rest: *at_rest,
+        suspended: *suspended,
     };
     let vm = run.vm().await?;
     let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
@@ -348,6 +357,7 @@ async fn begin(
         bytes_per_second: run.pace().bytes_per_second,
         compresses: false,
         at_rest: route.at_rest,
+        suspended: route.suspended,
     };
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     agent.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;
@@ -486,6 +496,9 @@ async fn finish(run: &Run<'_>) -> Result<(), StepError> {
     // The inventory has the disks where they were.
     let (from, former) = (route(run)?.from, Some(&[][..]));
     let _unchanged = run.hosts().lock(run.vm_id).await;
+    if route(run)?.suspended {
+        at_rest::give_up_memory(run, from).await?;
+    }
     end_at_source(run, from, checked(run)?.sent(), former).await
 }
 
@@ -497,7 +510,11 @@ async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     let Some(vm) = run.find_vm().await? else { return Ok(()) };
     let how = if route(run)?.encrypted { "encrypted" } else { "not encrypted" };
     let went = migrated.map(|migrated| format!(": {migrated}")).unwrap_or_default();
-    let off = if route(run)?.at_rest { ", while it was off" } else { "" };
+    let off = match (route(run)?.at_rest, route(run)?.suspended) {
+        (_, true) => ", while it was suspended",
+        (true, false) => ", while it was off",
+        (false, false) => "",
+    };
     let detail = format!("from host '{}' to remote '{name}', {how}{off}{went}", vm.host_name);
     let mut write = run.store().write().await?;
     vms::delete(&mut write, vm.id).await?;

@@ -1,4 +1,4 @@
-//! A VM that is off and arrives: what is recorded before its host is asked to keep it, and its registration there afterwards.
+//! A VM that is off or suspended and arrives: what is recorded before its host is asked to keep it, and its registration there afterwards.
 
 use vmseal_api::host::{DiskState, VmState};
 use vmseal_api::id::HostId;
@@ -14,7 +14,8 @@ use crate::tasks::run::{self, Run, StepError, state_of};
 pub(super) async fn note_images(run: &Run<'_>, host: HostId) -> Result<(), StepError> {
     let state = run.host_state(host, None).await?;
     // One that has restarted says when it is asked whether it has the VM.
-    let Some(seen) = state_of(&state, run.vm_id) else { return Ok(()) };
+    let seen = state_of(&state, run.vm_id).filter(|_| run.job_in(&state).is_some());
+    let Some(seen) = seen else { return Ok(()) };
     let disks = run.disks().await?;
     let made = disks.iter().map(|disk| image_of(seen, disk)).collect::<Option<Vec<_>>>();
     let Some(made) = made else {

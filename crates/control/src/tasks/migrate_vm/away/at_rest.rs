@@ -1,23 +1,33 @@
-//! A VM that is off and goes to another control plane: its disks are sent alone.
+//! A VM that is off, or suspended, and goes to another control plane: its disks are sent, and the memory of its guest where that is saved.
 
-use vmseal_api::host::{HostState, JobState, Power};
+use vmseal_api::host::{HostState, JobSpec, JobState, Power};
 use vmseal_api::id::HostId;
 use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::ErrorCode;
 
+use super::{agent_of, checked};
+use crate::hosts;
 use crate::hosts::keys::Purpose;
 use crate::store::disks::Disk;
-use crate::tasks::run::{Run, StepError, state_of, wrong_state};
+use crate::tasks::run::{Run, StepError, absent_is_fine, state_of, wrong_state};
 use crate::tasks::start_vm::locked;
 
-/// The disks of a VM that must be off on this host still.
-pub(super) async fn disks(run: &Run<'_>, from: HostId) -> Result<Vec<Disk>, StepError> {
+/// The disks of a VM that must be off, or suspended, on this host still.
+pub(super) async fn disks(
+    run: &Run<'_>,
+    from: HostId,
+    suspended: bool,
+) -> Result<Vec<Disk>, StepError> {
     let vm = run.vm().await?;
     if vm.lifecycle != Lifecycle::Ready || vm.host != from {
         return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
     }
     let state = run.host_state(from, None).await?;
-    if state_of(&state, vm.id).map_or(Power::Off, |seen| seen.power) != Power::Off {
-        return Err(wrong_state(format!("VM '{}' is not off any more", vm.name)));
+    let (wanted, word) =
+        if suspended { (Power::Suspended, "suspended") } else { (Power::Off, "off") };
+    // An agent that has restarted says what it is when it is told of it.
+    if state_of(&state, vm.id).is_some_and(|seen| seen.power != wanted) {
+        return Err(wrong_state(format!("VM '{}' is not {word} any more", vm.name)));
     }
     Ok(run.disks().await?.into_iter().filter(|disk| !disk.detached).collect())
 }
@@ -25,6 +35,22 @@ pub(super) async fn disks(run: &Run<'_>, from: HostId) -> Result<Vec<Disk>, Step
 /// Has its host know it, and its key: an agent that has restarted knows no VM that is off.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     Ok(run.hosts().prepare(run.vm_id, Purpose::Open).await.map_err(locked)?)
+}
+
+/// Has its host give up the memory that the other control plane has taken: with that it would be suspended here, and keep its disks.
+pub(super) async fn give_up_memory(run: &Run<'_>, from: HostId) -> Result<(), StepError> {
+    let agent = agent_of(run, from)?;
+    let job = JobSpec::Send(checked(run)?.sent());
+    match agent.commit_job(run.vm_id, run.task.id, job).await {
+        // One that has restarted is told of it, and finds the memory.
+        Err(problem) if problem.code == ErrorCode::NotFound => {
+            let here = agent.describe().await?;
+            let spec = hosts::definition_with(run.store(), run.vm_id, from, &[]).await?;
+            agent.register_vm(hosts::for_agent(spec, Some(&here))).await?;
+        }
+        done => done?,
+    }
+    absent_is_fine(agent.discard_memory(run.vm_id).await)
 }
 
 /// Whether its disks are at the other host, as the agent says that has sent them.

@@ -1,8 +1,10 @@
 //! VMs with snapshots, which go with them: whatever is killed or fails, the side that has the VM has all of its snapshots, and the other
 //! one nothing of them. A part of it in a run.
 
+use vmseal_agent::simulated::SNAPSHOT_ROOM;
 use vmseal_api::host::version::MIGRATE_APART_SNAPSHOTS;
-use vmseal_api::remote::ARRIVING_SNAPSHOTS;
+use vmseal_api::remote::{ARRIVALS_KEPT, ARRIVING_SNAPSHOTS};
+use vmseal_api::size::Size;
 
 use super::*;
 use crate::store::links::{self, Link};
@@ -131,6 +133,39 @@ async fn refused_for(two: &Two) -> Option<String> {
     let me = Caller::administrator("me");
     let planned = migrate::migrate(&two.services(), &me, "web", request, true).await;
     planned.map(drop).map_err(|problem| problem.detail).err()
+}
+
+/// What a dry run says of it, with its warnings.
+async fn planned(two: &Two) -> String {
+    let request = MigrateVm { remote: Some("east".to_owned()), ..MigrateVm::default() };
+    let me = Caller::administrator("me");
+    match migrate::migrate(&two.services(), &me, "web", request, true).await.unwrap() {
+        Outcome::Planned(plan) => [plan.steps, plan.warnings].concat().join("; "),
+        Outcome::Done(task) => panic!("it is begun: {task:?}"),
+    }
+}
+
+#[tokio::test]
+async fn what_snapshots_keep_is_named_and_counted_in_the_room_there() {
+    let (two, _) = prepared().await;
+    let disks = u64::try_from(two.west.disks(two.vm).await.len()).unwrap();
+    let kept = 2 * SNAPSHOT_ROOM * disks;
+    let told = planned(&two).await;
+    let named = format!("snapshots: 2 snapshots come with it, 1 with memory: {}", Size(kept));
+    assert!(told.contains(&named) && told.contains("in all with what snapshots keep"), "{told}");
+    let named = format!("and what 2 snapshots keep ({}),", Size(kept));
+    assert!(told.contains(&named), "{told}");
+    two.east.agent.set_free(kept - 1);
+    let told = refused_for(&two).await.unwrap();
+    assert!(told.contains(&format!("and {} are needed at least", Size(kept))), "{told}");
+    two.east.agent.set_free(kept);
+    assert_eq!(refused_for(&two).await, None);
+
+    // A server of before counts nothing, and would refuse to be told.
+    two.west.plane.lack_features(&[ARRIVALS_KEPT]);
+    two.east.agent.set_free(1);
+    let told = planned(&two).await;
+    assert!(told.contains("is not counted in the room there: the other server"), "{told}");
 }
 
 #[tokio::test]
