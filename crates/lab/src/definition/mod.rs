@@ -1,6 +1,7 @@
 //! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
 //! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
 
+mod claim;
 mod migration;
 
 use std::collections::BTreeMap;
@@ -9,8 +10,9 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::claim::{Check, Claim, Comparable};
 pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
-use crate::goals::{Metric, Relation};
+use crate::goals::Metric;
 use crate::load::{Direction, Order};
 use crate::statistics::VALUES_MAX;
 use crate::storage::Storage;
@@ -307,64 +309,6 @@ pub struct Rounds {
     pub size_mib: Option<Vec<u64>>,
 }
 
-/// What is said of the result.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Claim {
-    /// In words.
-    pub text: String,
-    /// What is to be found for it to be met, each at every point that it is about.
-    #[serde(default)]
-    pub checks: Vec<Check>,
-    /// What must be so here for a comparison to mean something.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub comparable: Option<Comparable>,
-    /// How many processors there must be.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cores: Option<usize>,
-}
-
-/// A comparison within each round.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Check {
-    /// What is compared.
-    pub measure: Metric,
-    /// The system above the line.
-    pub numerator: String,
-    /// The system below the line.
-    pub denominator: String,
-    /// On which side of the value the ratio must be.
-    pub relation: Relation,
-    /// The value.
-    pub value: f64,
-    /// The operations that it is about; all without it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub operations: Vec<Operation>,
-    /// The points that it is about, by keys of the matrix; all without it.
-    #[serde(default, rename = "where")]
-    pub at: BTreeMap<String, u64>,
-    /// By which keys the point below the line is another one; the same point without it.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub beside: BTreeMap<String, u64>,
-}
-
-/// A median that must be in a range.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Comparable {
-    /// What is looked at.
-    pub measure: Metric,
-    /// Of which system.
-    pub system: String,
-    /// The least.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub at_least: Option<f64>,
-    /// The most.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub at_most: Option<f64>,
-}
-
 /// Reads a definition from a file.
 ///
 /// # Errors
@@ -603,54 +547,6 @@ impl Checked<'_> {
             }
         }
         Ok(())
-    }
-
-    fn claim(&self, definition: &Definition, claim: &Claim) -> Result<(), DefinitionError> {
-        let (systems, axes) = (definition.systems(), definition.axes());
-        let known = |key: &str, system: &str| match systems.contains(&system) {
-            true => Ok(()),
-            false => self.refuse(key, system, format!("one of {}", systems.join(", "))),
-        };
-        self.range("number of claim.checks", claim.checks.len(), (0, AXIS_MAX))?;
-        for check in &claim.checks {
-            known("claim.checks.numerator", &check.numerator)?;
-            known("claim.checks.denominator", &check.denominator)?;
-            if check.numerator == check.denominator && check.beside.is_empty() {
-                return self.refuse(
-                    "claim.checks.denominator",
-                    &check.denominator,
-                    "another system",
-                );
-            }
-            if !definition.measures.contains(&check.measure) {
-                let found = format!("{:?}", check.measure);
-                return self.refuse("claim.checks.measure", found, "one of measures");
-            }
-            let has = |it: &&Operation| match &definition.matter {
-                Matter::Operation(matrix, _) => matrix.operations.contains(it),
-                Matter::Disk(..) | Matter::Migration(..) => false,
-            };
-            if let Some(other) = check.operations.iter().find(|it| !has(it)) {
-                let allowed = "an operation of matrix.operations";
-                return self.refuse("claim.checks.operations", other.id(), allowed);
-            }
-            self.range("claim.checks.value", check.value, (f64::MIN_POSITIVE, 1e18))?;
-            let at = check.at.iter().map(|it| ("where", it));
-            for (key, (axis, value)) in at.chain(check.beside.iter().map(|it| ("beside", it))) {
-                let key = format!("claim.checks.{key}.{axis}");
-                match axes.get(axis.as_str()) {
-                    Some(values) if values.contains(value) => {}
-                    Some(_) => {
-                        return self.refuse(&key, value, format!("a value of matrix.{axis}"));
-                    }
-                    None => {
-                        let all: Vec<_> = axes.keys().copied().collect();
-                        return self.refuse(&key, value, format!("keys are {}", all.join(", ")));
-                    }
-                }
-            }
-        }
-        claim.comparable.iter().try_for_each(|it| known("claim.comparable.system", &it.system))
     }
 }
 

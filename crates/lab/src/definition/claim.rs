@@ -1,0 +1,120 @@
+//! What the file of an experiment claims.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{AXIS_MAX, Checked, Definition, DefinitionError, Matter, Operation};
+use crate::goals::{Metric, Relation};
+
+/// What is said of the result.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Claim {
+    /// In words.
+    pub text: String,
+    /// What is to be found for it to be met, each at every point that it is about.
+    #[serde(default)]
+    pub checks: Vec<Check>,
+    /// What must be so here for a comparison to mean something.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub comparable: Option<Comparable>,
+    /// How many processors there must be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cores: Option<usize>,
+}
+
+/// A comparison within each round.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Check {
+    /// What is compared.
+    pub measure: Metric,
+    /// The system above the line.
+    pub numerator: String,
+    /// The system below the line.
+    pub denominator: String,
+    /// On which side of the value the ratio must be.
+    pub relation: Relation,
+    /// The value.
+    pub value: f64,
+    /// The operations that it is about; all without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub operations: Vec<Operation>,
+    /// The points that it is about, by keys of the matrix; all without it.
+    #[serde(default, rename = "where")]
+    pub at: BTreeMap<String, u64>,
+    /// By which keys the point below the line is another one; the same point without it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub beside: BTreeMap<String, u64>,
+}
+
+/// A median that must be in a range.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Comparable {
+    /// What is looked at.
+    pub measure: Metric,
+    /// Of which system.
+    pub system: String,
+    /// The least.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_least: Option<f64>,
+    /// The most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_most: Option<f64>,
+}
+
+impl Checked<'_> {
+    pub(super) fn claim(
+        &self,
+        definition: &Definition,
+        claim: &Claim,
+    ) -> Result<(), DefinitionError> {
+        let (systems, axes) = (definition.systems(), definition.axes());
+        let known = |key: &str, system: &str| match systems.contains(&system) {
+            true => Ok(()),
+            false => self.refuse(key, system, format!("one of {}", systems.join(", "))),
+        };
+        self.range("number of claim.checks", claim.checks.len(), (0, AXIS_MAX))?;
+        for check in &claim.checks {
+            known("claim.checks.numerator", &check.numerator)?;
+            known("claim.checks.denominator", &check.denominator)?;
+            if check.numerator == check.denominator && check.beside.is_empty() {
+                return self.refuse(
+                    "claim.checks.denominator",
+                    &check.denominator,
+                    "another system",
+                );
+            }
+            if !definition.measures.contains(&check.measure) {
+                let found = format!("{:?}", check.measure);
+                return self.refuse("claim.checks.measure", found, "one of measures");
+            }
+            let has = |it: &&Operation| match &definition.matter {
+                Matter::Operation(matrix, _) => matrix.operations.contains(it),
+                Matter::Disk(..) | Matter::Migration(..) => false,
+            };
+            if let Some(other) = check.operations.iter().find(|it| !has(it)) {
+                let allowed = "an operation of matrix.operations";
+                return self.refuse("claim.checks.operations", other.id(), allowed);
+            }
+            self.range("claim.checks.value", check.value, (f64::MIN_POSITIVE, 1e18))?;
+            let at = check.at.iter().map(|it| ("where", it));
+            for (key, (axis, value)) in at.chain(check.beside.iter().map(|it| ("beside", it))) {
+                let key = format!("claim.checks.{key}.{axis}");
+                match axes.get(axis.as_str()) {
+                    Some(values) if values.contains(value) => {}
+                    Some(_) => {
+                        return self.refuse(&key, value, format!("a value of matrix.{axis}"));
+                    }
+                    None => {
+                        let all: Vec<_> = axes.keys().copied().collect();
+                        return self.refuse(&key, value, format!("keys are {}", all.join(", ")));
+                    }
+                }
+            }
+        }
+        claim.comparable.iter().try_for_each(|it| known("claim.comparable.system", &it.system))
+    }
+}
