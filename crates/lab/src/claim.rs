@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::definition::{Check, Claim, Comparable, Operation};
+use crate::definition::{AxisValue, Check, Claim, Comparable, Operation};
 use crate::experiment::Outcome;
 use crate::goals::{self, Assessment, Compare, Goal, Verdict};
 use crate::statistics::Interval;
@@ -56,9 +56,11 @@ pub struct Assessed {
 #[derive(Clone, Debug)]
 pub struct Place {
     /// By the keys of the matrix.
-    pub axes: BTreeMap<&'static str, u64>,
-    /// What was measured there, with the operation that it is.
+    pub axes: BTreeMap<&'static str, AxisValue>,
+    /// What was measured there, with the operation that it is; in the same order at all points.
     pub workloads: Vec<(&'static str, Option<Operation>)>,
+    /// Of disks the ids that the file gives these loads, in their order.
+    pub loads: Vec<&'static str>,
 }
 
 /// Judges a claim on a machine with so many `cores`.
@@ -75,7 +77,7 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
         return assessed;
     }
     for place in places {
-        for (workload, operation) in &place.workloads {
+        for (at, (workload, operation)) in place.workloads.iter().enumerate() {
             let range = claim.comparable.as_ref();
             if let Some(why) = range.and_then(|range| outside(range, outcome, workload)) {
                 assessed.left_out.push(why);
@@ -83,14 +85,17 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
             }
             let about = |check: &&Check| {
                 let named = |it: &Operation| *operation == Some(*it);
+                let load = place.loads.get(at);
                 (check.operations.is_empty() || check.operations.iter().any(named))
+                    && (check.loads.is_empty()
+                        || check.loads.iter().any(|it| load.is_some_and(|load| load == it)))
                     && check
                         .at
                         .iter()
                         .all(|(axis, value)| place.axes.get(axis.as_str()) == Some(value))
             };
             for check in claim.checks.iter().filter(about) {
-                let Some(beside) = beside(check, place, places) else { continue };
+                let Some(beside) = beside(check, place, at, places) else { continue };
                 assessed.found.push(goals::assess(&goal(check, workload, beside), outcome));
             }
         }
@@ -106,16 +111,24 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
     assessed
 }
 
-/// The load of the system below the line: none is the same; the outer none that there is no such point.
-fn beside(check: &Check, place: &Place, places: &[Place]) -> Option<Option<&'static str>> {
+/// The load of the system below the line, where the one above has the load `at` this place of its point: none is the same; the
+/// outer none that there is no such point.
+fn beside(
+    check: &Check,
+    place: &Place,
+    at: usize,
+    places: &[Place],
+) -> Option<Option<&'static str>> {
     if check.beside.is_empty() {
         return Some(None);
     }
-    let value = |axis: &str, own: u64| check.beside.get(axis).copied().unwrap_or(own);
     let is_it = |other: &&Place| {
-        place.axes.iter().all(|(axis, own)| other.axes.get(axis) == Some(&value(axis, *own)))
+        let same = |(axis, own): (&&'static str, &AxisValue)| {
+            other.axes.get(axis) == Some(check.beside.get(*axis).unwrap_or(own))
+        };
+        place.axes.iter().all(same)
     };
-    places.iter().find(is_it)?.workloads.first().map(|(workload, _)| Some(*workload))
+    places.iter().find(is_it)?.workloads.get(at).map(|(workload, _)| Some(*workload))
 }
 
 fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
@@ -154,7 +167,7 @@ fn outside(range: &Comparable, outcome: &Outcome, workload: &str) -> Option<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::goals::tests::rounds;
+    use crate::goals::tests::{cell, rounds};
     use crate::goals::{Metric, Relation};
 
     fn claim(value: f64) -> Claim {
@@ -165,15 +178,20 @@ mod tests {
             relation: Relation::AtLeast,
             value,
             operations: Vec::new(),
-            at: BTreeMap::from([("disks".to_owned(), 2)]),
+            loads: Vec::new(),
+            at: BTreeMap::from([("disks".to_owned(), AxisValue::Number(2))]),
             beside: BTreeMap::new(),
         };
         Claim { text: "fast".to_owned(), checks: vec![check], comparable: None, cores: None }
     }
 
+    fn place(axes: &[(&'static str, AxisValue)], loads: &[&'static str]) -> Place {
+        let workloads = loads.iter().map(|load| (*load, None)).collect();
+        Place { axes: axes.iter().cloned().collect(), workloads, loads: loads.to_vec() }
+    }
+
     fn judged(claim: &Claim, disks: u64) -> Assessed {
-        let places =
-            [Place { axes: BTreeMap::from([("disks", disks)]), workloads: vec![("w", None)] }];
+        let places = [place(&[("disks", disks.into())], &["w"])];
         let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
         assess(claim, &places, &Outcome { cells, ..Outcome::default() }, 2)
     }
@@ -188,10 +206,7 @@ mod tests {
 
     #[test]
     fn a_point_is_compared_with_another_one() {
-        let place = |disks, workload| Place {
-            axes: BTreeMap::from([("disks", disks)]),
-            workloads: vec![(workload, None)],
-        };
+        let place = |disks: u64, workload| place(&[("disks", disks.into())], &[workload]);
         let mut far = rounds(&[1.0; 5]);
         far.retain(|cell| cell.system == "theirs");
         far.iter_mut().for_each(|cell| cell.workload = "far".to_owned());
@@ -199,12 +214,57 @@ mod tests {
         let outcome = Outcome { cells, ..Outcome::default() };
         let mut claim = claim(3.0);
         claim.checks[0].numerator = "ours".to_owned();
-        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), 9)]);
+        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), AxisValue::Number(9))]);
         let found = assess(&claim, &[place(2, "w"), place(9, "far")], &outcome, 2);
         assert_eq!(found.verdict, ClaimVerdict::Met);
         assert_eq!(found.found[0].goal.beside.as_deref(), Some("far"));
         // A point that was not measured.
         let alone = assess(&claim, &[place(2, "w")], &outcome, 2);
+        assert_eq!(alone.verdict, ClaimVerdict::NotComparable);
+    }
+
+    #[test]
+    fn each_load_of_one_cluster_is_compared_with_the_same_load_of_another() {
+        let at = |cluster: &str, loads: [&'static str; 2]| Place {
+            loads: vec!["read", "write"],
+            ..place(&[("clusters", cluster.into())], &loads)
+        };
+        let places =
+            [at("crc", ["read-crc", "write-crc"]), at("secure", ["read-secure", "write-secure"])];
+        // Encrypted reads reach 0.9 of the clear ones, writes 0.5.
+        let cells = (0..5).flat_map(|round| {
+            [
+                cell(round, "theirs", "read-crc", 100.0),
+                cell(round, "theirs", "write-crc", 10.0),
+                cell(round, "ours", "read-secure", 90.0),
+                cell(round, "ours", "write-secure", 5.0),
+            ]
+        });
+        let outcome = Outcome { cells: cells.collect(), ..Outcome::default() };
+        let named = |cluster: &str| BTreeMap::from([("clusters".to_owned(), cluster.into())]);
+        let check = |load: &str, value| Check {
+            loads: vec![load.to_owned()],
+            at: named("secure"),
+            beside: named("crc"),
+            value,
+            ..claim(1.0).checks[0].clone()
+        };
+        let claim = |reads, writes| Claim {
+            checks: vec![check("read", reads), check("write", writes)],
+            ..claim(1.0)
+        };
+        let met = assess(&claim(0.9, 0.5), &places, &outcome, 2);
+        assert_eq!(met.verdict, ClaimVerdict::Met);
+        let compared: Vec<_> = met
+            .found
+            .iter()
+            .map(|it| (it.goal.workload.as_str(), it.goal.beside.as_deref()))
+            .collect();
+        let expected = [("read-secure", Some("read-crc")), ("write-secure", Some("write-crc"))];
+        assert_eq!(compared, expected);
+        assert_eq!(assess(&claim(0.9, 0.6), &places, &outcome, 2).verdict, ClaimVerdict::NotMet);
+        // Without the cluster in the clear there is nothing to compare with.
+        let alone = assess(&claim(0.9, 0.5), &places[1..], &outcome, 2);
         assert_eq!(alone.verdict, ClaimVerdict::NotComparable);
     }
 

@@ -7,6 +7,8 @@
 //!         → each system in turn without work → stop all
 //! ```
 
+mod in_turn;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,6 +17,7 @@ use nix::unistd::Pid;
 use serde::Serialize;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, Wait};
 
+pub use self::in_turn::{Planned, run_in_turn};
 use crate::clock::{self, ProcessClock};
 use crate::computed_limit::{self, ComputedLimit};
 use crate::idle::{self, IDLE};
@@ -97,6 +100,12 @@ impl Plan {
         }
     }
 
+    /// What each system is measured at: loads, and doing nothing.
+    fn measures(&self) -> Vec<&'static str> {
+        let loads = self.workloads.iter().map(|workload| workload.id);
+        loads.chain(self.idle.then_some(IDLE)).collect()
+    }
+
     /// The CPU time of a server, and of what serves its files.
     fn clock(&self, server: &Server) -> Result<ProcessClock, LoadError> {
         let served = self.served.as_ref().map(|served| served.process);
@@ -123,29 +132,25 @@ pub fn run(
     systems: &[Box<dyn System>],
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Outcome, ExperimentError> {
+    let root = root(plan, systems)?;
+    let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
+    let order = subject::Order {
+        systems: systems.iter().map(|system| system.id()).collect(),
+        workloads: plan.measures(),
+        rounds: plan.rounds,
+        places: plan.places,
+    };
+    let mut disks = Disks::new(plan, systems, root.path());
+    subject::measure(&order, &mut disks, observe)
+}
+
+/// Makes the directory of a run, if there is room for the disks.
+fn root(plan: &Plan, systems: &[Box<dyn System>]) -> Result<tempfile::TempDir, ExperimentError> {
     // The computed limit has a file, too, and so has what a disk is copied to; neither is on served storage.
     let more = if plan.served.is_none() { 2 } else { 0 };
     check_room(plan, systems.len() + more)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
-    let root = root.map_err(|source| setting(&plan.directory, source))?;
-    let _pinned = Pinned::to(plan.cores.map(|cores| cores.client))?;
-    let workloads = plan.workloads.iter().map(|workload| workload.id);
-    let order = subject::Order {
-        systems: systems.iter().map(|system| system.id()).collect(),
-        workloads: workloads.chain(plan.idle.then_some(IDLE)).collect(),
-        rounds: plan.rounds,
-        places: plan.places,
-    };
-    let mut disks = Disks {
-        plan,
-        systems,
-        root: root.path(),
-        home: None,
-        tested: Vec::new(),
-        servers: Vec::new(),
-        computed_limit: None,
-    };
-    subject::measure(&order, &mut disks, observe)
+    root.map_err(|source| setting(&plan.directory, source))
 }
 
 fn setting(directory: &Path, source: std::io::Error) -> ExperimentError {
@@ -325,6 +330,11 @@ impl Subject for Disks<'_> {
 }
 
 impl<'a> Disks<'a> {
+    fn new(plan: &'a Plan, systems: &'a [Box<dyn System>], root: &'a Path) -> Self {
+        let (servers, tested) = (Vec::new(), Vec::new());
+        Self { plan, systems, root, servers, tested, computed_limit: None, home: None }
+    }
+
     fn start(&self, tested: &TestedSystem<'_>) -> Result<Server, ExperimentError> {
         Ok(tested.system.start(&tested.place, self.plan.cores.map(|cores| cores.server))?)
     }

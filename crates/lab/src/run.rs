@@ -1,5 +1,7 @@
 //! `vmseal lab run`: experiments by id or file.
 
+mod clusters;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -15,14 +17,15 @@ use crate::catalogue;
 use crate::ceph::mount::Mount;
 use crate::ceph::own_pool::{self, OwnPool};
 use crate::claim::{self, Assessed, Place};
-use crate::definition::{Definition, DefinitionError, Extent, Matter};
-use crate::experiment::{self, Outcome, Plan, Progress, ServedDirectory};
+use crate::definition::{AxisValue, CLUSTERS, Definition, DefinitionError, Extent, Matter};
+use crate::experiment::{self, Outcome, Plan, Progress};
 use crate::goals::{self, Assessment, Metric, Verdict};
+use crate::load::Workload;
 use crate::machine::{self, Machine};
 use crate::migration;
 use crate::operation::{self, Choice, Found};
 use crate::outcome::Served;
-use crate::report::Measured;
+use crate::report::{Measured, Unavailable};
 use crate::sections::{self, Section};
 use crate::stop::{self, Stopped};
 use crate::storage::Storage;
@@ -59,9 +62,10 @@ pub struct RunArguments {
     #[arg(long, default_value = "target")]
     pub ext4_directory: PathBuf,
     /// The Ceph cluster of experiments whose storage is `ceph`, which `vmseal lab ceph up --directory DIR` has made. Each makes
-    /// a pool of its own there, and removes it when it ends. It takes root
+    /// a pool of its own there, and removes it when it ends. It takes root. May be repeated: an experiment that compares
+    /// clusters takes for each the first directory whose cluster is set up so, the others take the first one of all
     #[arg(long, value_name = "DIR")]
-    pub ceph_directory: Option<PathBuf>,
+    pub ceph_directory: Vec<PathBuf>,
     /// The program vmseal-filter; by default beside this one, else in PATH
     #[arg(long)]
     pub filter: Option<PathBuf>,
@@ -133,6 +137,9 @@ pub struct ExperimentReport {
     /// Why it cannot be measured here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
+    /// The points that cannot be measured here, and why, where others can.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unavailable: Vec<Unavailable>,
     /// Its points.
     pub measured: Vec<Measured>,
     /// What is claimed, and whether it is so.
@@ -161,14 +168,22 @@ pub fn run(
         // Being stopped says more than what failed by it.
         stop::check()?;
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
-        let (measured, places, outcome, refused) = one.map_err(failed)?;
+        let ((measured, places, outcome, refused), unavailable) = one.map_err(failed)?;
         let claim = definition.claim.as_ref().filter(|_| refused.is_none());
         let claim = claim.map(|it| claim::assess(it, &places, &outcome, machine.cores));
         all.cells.extend(outcome.cells);
         all.idle.extend(outcome.idle);
         let (id, title) = (definition.id.clone(), definition.title.clone());
         let measures = definition.measures.clone();
-        experiments.push(ExperimentReport { id, title, measures, refused, measured, claim });
+        experiments.push(ExperimentReport {
+            id,
+            title,
+            measures,
+            refused,
+            unavailable,
+            measured,
+            claim,
+        });
     }
     let judged = goals.iter().map(|goal| goals::assess(goal, &all));
     let goals = judged.filter(|it| it.verdict != Verdict::NotMeasured).collect();
@@ -181,8 +196,23 @@ pub fn run(
 }
 
 impl RunArguments {
-    /// Measures an experiment, which was named so; one on Ceph with a pool of its own, which goes again.
+    /// Measures an experiment, which was named so; and why some of its points are not measured.
     fn one(
+        &self,
+        definition: &Definition,
+        named: &str,
+        observe: &mut dyn FnMut(Progress<'_>),
+    ) -> Result<(Found, Vec<Unavailable>), experiment::ExperimentError> {
+        if let Matter::Disk(matrix, steps) = &definition.matter
+            && !matrix.clusters.is_empty()
+        {
+            return self.on_clusters(definition, (matrix, steps), named, observe);
+        }
+        Ok((self.on_one_cluster(definition, named, observe)?, Vec::new()))
+    }
+
+    /// Measures an experiment, which was named so; one on Ceph with a pool of its own, which goes again.
+    fn on_one_cluster(
         &self,
         definition: &Definition,
         named: &str,
@@ -192,7 +222,7 @@ impl RunArguments {
             return self.measure(definition, None, observe);
         }
         let program = self.pool_program();
-        let usable = own_pool::usable(self.ceph_directory.as_deref(), named);
+        let usable = own_pool::usable(self.ceph_directory.first().map(PathBuf::as_path), named);
         let usable = usable.and_then(|it| operation::missing(&[&program]).map_or(Ok(it), Err));
         let cluster = match usable {
             Ok(cluster) => cluster,
@@ -259,13 +289,10 @@ impl RunArguments {
         mount: Option<&Mount>,
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, experiment::ExperimentError> {
-        let bench = self.bench(extent);
+        let (bench, definition) = (self.bench(extent), definition.within(extent));
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
-        let served = mount.map(|mount| ServedDirectory {
-            directory: mount.directory().to_owned(),
-            process: mount.process(),
-        });
-        for section in sections::of_definition(definition) {
+        let served = mount.map(clusters::served);
+        for section in sections::of_definition(&definition) {
             if let Some(why) = bench.obstacle(&section) {
                 return Ok((measured, places, all, Some(why)));
             }
@@ -277,7 +304,7 @@ impl RunArguments {
                 }
             })?;
             measured.push(Measured::of(&section, &plan, &outcome));
-            places.push(place(&section));
+            places.push(place(&definition, &section));
             all.cells.extend(outcome.cells);
             all.idle.extend(outcome.idle);
         }
@@ -298,13 +325,25 @@ impl RunArguments {
     }
 }
 
-fn place(section: &Section) -> Place {
-    let axes = BTreeMap::from([
+fn place(definition: &Definition, section: &Section) -> Place {
+    let numbers = [
         ("disks", u64::from(section.disks)),
         ("delay_us", section.delay_us),
         ("neighbours", u64::from(section.neighbours)),
-    ]);
-    Place { axes, workloads: section.workloads.iter().map(|load| (load.id, None)).collect() }
+    ];
+    let mut axes: BTreeMap<_, _> =
+        numbers.into_iter().map(|(axis, value)| (axis, AxisValue::from(value))).collect();
+    if let Some(cluster) = section.cluster {
+        axes.insert(CLUSTERS, cluster.id().into());
+    }
+    // What the axes add to names.
+    let suffix = section.id.strip_prefix(&*definition.id).unwrap_or_default();
+    let in_file = |load: &Workload| load.id.strip_suffix(suffix).unwrap_or(load.id);
+    Place {
+        axes,
+        workloads: section.workloads.iter().map(|load| (load.id, None)).collect(),
+        loads: section.workloads.iter().map(in_file).collect(),
+    }
 }
 
 impl RunReport {

@@ -5,6 +5,7 @@
 use std::sync::LazyLock;
 
 use crate::catalogue::CATALOGUE;
+use crate::ceph::setup::Setup;
 use crate::definition::{Definition, LoadSpec, Matter};
 use crate::experiment::Progress;
 use crate::idle::IDLE;
@@ -44,6 +45,8 @@ pub struct Section {
     pub delay_us: u64,
     /// How many CPU-bound threads share the server's core.
     pub neighbours: u32,
+    /// How the cluster is set up whose pool has the disks, where an experiment tells clusters apart.
+    pub cluster: Option<Setup>,
 }
 
 /// The ids of what `vmseal lab disk` runs.
@@ -56,7 +59,8 @@ pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| {
 });
 
 /// The sections of an experiment with disks: one for each combination of its axes. An axis with several values is part of
-/// the names. Names are kept until the program ends, as those of the sections that are built in.
+/// the names. Those that differ by their cluster alone follow each other. Names are kept until the program ends, as those of
+/// the sections that are built in.
 #[must_use]
 pub fn of_definition(definition: &Definition) -> Vec<Section> {
     let Matter::Disk(matrix, steps) = &definition.matter else { return Vec::new() };
@@ -65,10 +69,17 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
         known.filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
     systems.sort_by_key(|id| matrix.systems.iter().position(|chosen| chosen == id));
     let systems: &'static [&'static str] = systems.leak();
+    let mut clusters: Vec<_> = matrix.clusters.iter().copied().map(Some).collect();
+    if clusters.is_empty() {
+        clusters.push(None);
+    }
+    let with_clusters =
+        |it: &u32| clusters.iter().map(|cluster| (*it, *cluster)).collect::<Vec<_>>();
+    let innermost: Vec<_> = matrix.neighbours.iter().flat_map(with_clusters).collect();
     let mut sections = Vec::new();
     for &disks in &matrix.disks {
         for &delay_us in &matrix.delay_us {
-            for &neighbours in &matrix.neighbours {
+            for &(neighbours, cluster) in &innermost {
                 let mut suffix = String::new();
                 for (name, value, values) in [
                     ("disks", u64::from(disks), matrix.disks.len()),
@@ -78,6 +89,9 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     if values > 1 {
                         suffix.push_str(&format!("-{value}-{name}"));
                     }
+                }
+                if let Some(cluster) = cluster.filter(|_| clusters.len() > 1) {
+                    suffix.push_str(&format!("-{cluster}"));
                 }
                 let workload = |load: &LoadSpec| Workload {
                     id: format!("{}{suffix}", load.id).leak(),
@@ -101,6 +115,7 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     disks,
                     delay_us,
                     neighbours,
+                    cluster,
                 });
             }
         }
@@ -153,6 +168,31 @@ mod tests {
         };
         assert_eq!(told(10), [1, 11]);
         assert_eq!(told(1).len(), 20);
+    }
+
+    #[test]
+    fn clusters_are_part_of_the_names_and_follow_each_other() {
+        let sections = |clusters: &str| {
+            let file = include_str!("../../../bench/experiments/c3.toml");
+            let text = file.replacen("clusters = [\"crc\", \"secure\", \"osd\"]", clusters, 1);
+            assert_ne!(text, file);
+            let (disks, some) = ("disks = [8]", "disks = [1, 2]");
+            assert!(text.contains(disks));
+            // Only the names are looked at: claims about clusters that are not there would be refused.
+            let (text, _) = text.split_once("[claim]").unwrap();
+            let text = text.replacen(disks, some, 1);
+            let path = Path::new("mine.toml");
+            of_definition(&crate::definition::parse(path, &text).unwrap())
+        };
+        let named = sections("clusters = [\"crc\", \"osd\"]");
+        let ids: Vec<_> = named.iter().map(|section| section.id).collect();
+        assert_eq!(ids, ["c3-1-disks-crc", "c3-1-disks-osd", "c3-2-disks-crc", "c3-2-disks-osd"]);
+        assert_eq!(named[1].cluster, Some(Setup::Osd));
+        assert!(named[1].workloads.iter().all(|load| load.id.ends_with("-1-disks-osd")));
+        let one = sections("clusters = [\"secure\"]");
+        assert_eq!((one[0].id, one[0].cluster), ("c3-1-disks", Some(Setup::Secure)));
+        let first = sections("");
+        assert_eq!((first[0].id, first[0].cluster, first.len()), ("c3-1-disks", None, 2));
     }
 
     #[test]

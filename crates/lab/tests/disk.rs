@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use vmseal_api::filter::Direct;
 use vmseal_initiator::{Initiator, InitiatorError, Operation, VhostUser, Wait};
 use vmseal_lab::clock::ProcessClock;
-use vmseal_lab::experiment::{self, Plan, Progress};
+use vmseal_lab::experiment::{self, Plan, Planned, Progress};
 use vmseal_lab::idle;
 use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
 use vmseal_lab::pattern::Pattern;
@@ -345,6 +345,44 @@ fn an_experiment_measures_every_cell_and_leaves_nothing() {
         assert!(!ours || (idle.cpu, idle.waits) == (0.0, 0.0), "{idle:?}");
     }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+}
+
+#[test]
+fn plans_that_are_measured_in_turn_have_disks_and_results_of_their_own() {
+    let [one, other] = [(), ()].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let quiet = |plan| Plan { idle: false, places: 1, ..plan };
+    let first = quiet(plan(one.path(), SIZE));
+    let mut second = quiet(plan(other.path(), SIZE));
+    for (load, id) in second.workloads.iter_mut().zip(["other-small", "other-large"]) {
+        load.id = id;
+    }
+    let of_first: Vec<Box<dyn System>> =
+        vec![Box::new(storage_daemon(false)), Box::new(vmseal(true))];
+    let of_second: Vec<Box<dyn System>> = vec![Box::new(vmseal(true))];
+    let plans = [
+        Planned { plan: &first, systems: &of_first },
+        Planned { plan: &second, systems: &of_second },
+    ];
+    let (mut filled, mut rounds) = (0, 0);
+    let outcomes = experiment::run_in_turn(&plans, &mut |progress| match progress {
+        Progress::Filling(_) => filled += 1,
+        Progress::Round(..) => rounds += 1,
+        _ => {}
+    });
+    let outcomes = outcomes.unwrap();
+    // The rounds are those of both together.
+    assert_eq!((filled, rounds, outcomes.len()), (3, 2, 2));
+    for (outcome, (plan, systems)) in outcomes.iter().zip([(&first, 2), (&second, 1)]) {
+        // Two loads in each of two rounds, and the computed limit of the large one.
+        assert_eq!(outcome.cells.len(), 2 * (2 * systems + 1));
+        for cell in &outcome.cells {
+            assert!(plan.workloads.iter().any(|load| load.id == cell.workload), "{cell:?}");
+            assert!(cell.requests > 0, "{cell:?}");
+        }
+    }
+    for directory in [one, other] {
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+    }
 }
 
 #[test]

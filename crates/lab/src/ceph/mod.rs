@@ -18,6 +18,7 @@
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
 //! | [`own_pool`], [`mount`] | a pool that is there for one experiment, and its files |
+//! | [`setup`] | what of a cluster is encrypted, and choosing one by that |
 //! | [`waiting`], [`progress`], [`error`] | how far it is, and why it failed |
 
 pub mod answers;
@@ -34,6 +35,7 @@ pub mod processes;
 pub mod progress;
 pub mod record;
 pub mod redundancy;
+pub mod setup;
 pub mod status;
 pub mod tools;
 pub mod up;

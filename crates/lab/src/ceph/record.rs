@@ -32,6 +32,9 @@ pub struct Record {
     /// The id of each OSD's store, by the OSD's number. It is on record before Ceph is told of it: then telling
     /// it again makes no second OSD.
     pub osds: Vec<String>,
+    /// Whether the OSDs encrypt what they store.
+    #[serde(default)]
+    pub osd_encryption: bool,
     /// Its removal began.
     pub destroyed: bool,
 }
@@ -85,6 +88,7 @@ impl Record {
             osd_gib: asked.osd_gib.unwrap_or(OSD_GIB),
             osd_memory_mib: asked.osd_memory_mib.unwrap_or(OSD_MEMORY_MIB),
             osds,
+            osd_encryption: false,
             destroyed: false,
         })
     }

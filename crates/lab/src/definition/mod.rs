@@ -1,7 +1,9 @@
 //! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
 //! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
 
+mod axis;
 mod claim;
+mod clusters;
 mod migration;
 
 use std::collections::BTreeMap;
@@ -10,8 +12,11 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::axis::AxisValue;
 pub use self::claim::{Check, Claim, Comparable};
+pub use self::clusters::CLUSTERS;
 pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::ceph::setup::Setup;
 use crate::goals::Metric;
 use crate::load::{Direction, Order};
 use crate::statistics::VALUES_MAX;
@@ -33,7 +38,7 @@ const DELAY_MAX_US: u64 = 10_000_000;
 /// The longest measurement of one cell, in seconds.
 const SECONDS_MAX: f64 = 3600.0;
 /// The largest block, in bytes, and the most requests in flight.
-const BLOCK_MAX: u32 = 1 << 20;
+const BLOCK_MAX: u32 = 4 << 20;
 const DEPTH_MAX: u16 = 256;
 /// Every load's block is a multiple of this.
 const BLOCK_UNIT: u32 = 4096;
@@ -150,6 +155,9 @@ pub struct DiskMatrix {
     /// How many CPU-bound threads share the server's core.
     #[serde(default = "none")]
     pub neighbours: Vec<u32>,
+    /// How the clusters are set up whose pools have the disks; without it, it is the cluster that is given first.
+    #[serde(default)]
+    pub clusters: Vec<Setup>,
     /// The loads.
     pub loads: Vec<LoadSpec>,
 }
@@ -226,6 +234,10 @@ pub struct Extent {
     pub seconds: f64,
     /// The size of each disk; of systems that are several disks by themselves, of all.
     pub size_mib: u64,
+    /// How many disks a server has, in place of the matrix's.
+    pub disks: Option<u32>,
+    /// The most requests in flight, where loads have more.
+    pub depth: Option<u16>,
 }
 
 /// The points at which operations are measured.
@@ -370,9 +382,9 @@ impl Definition {
     }
 
     /// The keys of the matrix that a point can be told by, with their values.
-    fn axes(&self) -> BTreeMap<&'static str, Vec<u64>> {
+    fn axes(&self) -> BTreeMap<&'static str, Vec<AxisValue>> {
         let wide = |values: &[u32]| values.iter().map(|value| u64::from(*value)).collect();
-        match &self.matter {
+        let numbers: BTreeMap<&'static str, Vec<u64>> = match &self.matter {
             Matter::Disk(matrix, _) => BTreeMap::from([
                 ("disks", wide(&matrix.disks)),
                 ("delay_us", matrix.delay_us.clone()),
@@ -383,7 +395,24 @@ impl Definition {
                 ("at_once", wide(&matrix.at_once)),
             ]),
             Matter::Migration(matrix, _) => matrix.axes(),
+        };
+        let values = |of: Vec<u64>| of.into_iter().map(AxisValue::from).collect::<Vec<_>>();
+        let axes = numbers.into_iter().map(|(axis, of)| (axis, values(of)));
+        axes.chain(self.named_axes()).collect()
+    }
+
+    /// The experiment with what an extent has in place of the matrix's.
+    #[must_use]
+    pub fn within(&self, extent: Extent) -> Self {
+        let mut definition = self.clone();
+        if let Matter::Disk(matrix, _) = &mut definition.matter {
+            if let Some(disks) = extent.disks {
+                matrix.disks = vec![disks];
+            }
+            let most = extent.depth.unwrap_or(DEPTH_MAX);
+            matrix.loads.iter_mut().for_each(|load| load.depth = load.depth.min(most));
         }
+        definition
     }
 }
 
@@ -474,6 +503,7 @@ impl Checked<'_> {
         self.axis("matrix.disks", &matrix.disks, (1, MANY))?;
         self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
         self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
+        self.clusters(matrix, steps)?;
         let on_ceph = steps.storage == Storage::Ceph;
         let others = matrix
             .systems
@@ -489,8 +519,9 @@ impl Checked<'_> {
             let allowed = "false, as vmseal-rbd talks to `ceph` also without work";
             return self.refuse("steps.idle", steps.idle, allowed);
         }
+        let chosen = steps.small.disks.or(steps.full.disks);
         if let Some(other) = others
-            && (matrix.disks != [1] || matrix.delay_us != [0])
+            && (matrix.disks != [1] || matrix.delay_us != [0] || chosen.is_some())
         {
             let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`";
             return self.refuse("matrix.systems", other, allowed);
@@ -513,6 +544,8 @@ impl Checked<'_> {
             self.range(&format!("{key}.rounds"), extent.rounds, (1, VALUES_MAX as u32))?;
             self.range(&format!("{key}.seconds"), extent.seconds, (0.01, SECONDS_MAX))?;
             self.range(&format!("{key}.size_mib"), extent.size_mib, (16, 1 << 20))?;
+            self.range(&format!("{key}.disks"), extent.disks.unwrap_or(1), (1, MANY))?;
+            self.range(&format!("{key}.depth"), extent.depth.unwrap_or(1), (1, DEPTH_MAX))?;
         }
         Ok(())
     }
