@@ -292,6 +292,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "On a cluster that vmseal lab ceph up --directory /srv/lab has made:",
         "vmseal lab run v5 v6 v9 --ceph-directory /srv/lab",
     ),
+    (
+        "vmseal-lab-run",
+        "On clusters that run at the same time and of which one encrypts what is sent:",
+        "vmseal lab run c3 --ceph-directory /srv/lab --ceph-directory /srv/secure",
+    ),
 ];
 
 /// The examples of a page.

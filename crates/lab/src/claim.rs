@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::definition::{Check, Claim, Comparable, Operation};
+use crate::definition::{AxisValue, Check, Claim, Comparable, Operation};
 use crate::experiment::{Cell, Outcome};
 use crate::goals::{self, Assessment, Compare, Goal, Verdict};
 use crate::statistics::Interval;
@@ -56,9 +56,11 @@ pub struct Assessed {
 #[derive(Clone, Debug)]
 pub struct Place {
     /// By the keys of the matrix.
-    pub axes: BTreeMap<&'static str, u64>,
-    /// What was measured there, with the operation that it is.
+    pub axes: BTreeMap<&'static str, AxisValue>,
+    /// What was measured there, with the operation that it is; in the same order at all points.
     pub workloads: Vec<(&'static str, Option<Operation>)>,
+    /// Of disks the ids that the file gives these loads, in their order.
+    pub loads: Vec<&'static str>,
 }
 
 /// Judges a claim on a machine with so many `cores`.
@@ -83,7 +85,10 @@ pub fn assess(claim: &Claim, places: &[Place], outcome: &Outcome, cores: usize) 
             }
             let about = |check: &&Check| {
                 let named = |it: &Operation| *operation == Some(*it);
+                let load = place.loads.get(at);
                 (check.operations.is_empty() || check.operations.iter().any(named))
+                    && (check.loads.is_empty()
+                        || check.loads.iter().any(|it| load.is_some_and(|load| load == it)))
                     && check
                         .at
                         .iter()
@@ -125,9 +130,11 @@ fn beside(
     if check.beside.is_empty() {
         return Some(None);
     }
-    let value = |axis: &str, own: u64| check.beside.get(axis).copied().unwrap_or(own);
     let is_it = |other: &&Place| {
-        place.axes.iter().all(|(axis, own)| other.axes.get(axis) == Some(&value(axis, *own)))
+        let same = |(axis, own): (&&'static str, &AxisValue)| {
+            other.axes.get(axis) == Some(check.beside.get(*axis).unwrap_or(own))
+        };
+        place.axes.iter().all(same)
     };
     places.iter().find(is_it)?.workloads.get(at).map(|(workload, _)| Some(*workload))
 }
@@ -171,7 +178,7 @@ fn outside(range: &Comparable, outcome: &Outcome, workload: &str) -> Option<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::goals::tests::rounds;
+    use crate::goals::tests::{cell, rounds};
     use crate::goals::{Metric, Relation};
     use crate::outcome::{RequestTimes, Times};
 
@@ -183,15 +190,20 @@ mod tests {
             relation: Relation::AtLeast,
             value,
             operations: Vec::new(),
-            at: BTreeMap::from([("disks".to_owned(), 2)]),
+            loads: Vec::new(),
+            at: BTreeMap::from([("disks".to_owned(), AxisValue::Number(2))]),
             beside: BTreeMap::new(),
         };
         Claim { text: "fast".to_owned(), checks: vec![check], comparable: None, cores: None }
     }
 
+    fn place(axes: &[(&'static str, AxisValue)], loads: &[&'static str]) -> Place {
+        let workloads = loads.iter().map(|load| (*load, None)).collect();
+        Place { axes: axes.iter().cloned().collect(), workloads, loads: loads.to_vec() }
+    }
+
     fn judged(claim: &Claim, disks: u64) -> Assessed {
-        let places =
-            [Place { axes: BTreeMap::from([("disks", disks)]), workloads: vec![("w", None)] }];
+        let places = [place(&[("disks", disks.into())], &["w"])];
         let cells = rounds(&[3.1, 3.2, 3.3, 3.4, 3.5]);
         assess(claim, &places, &Outcome { cells, ..Outcome::default() }, 2)
     }
@@ -206,10 +218,7 @@ mod tests {
 
     #[test]
     fn a_point_is_compared_with_another_one() {
-        let place = |disks, workload| Place {
-            axes: BTreeMap::from([("disks", disks)]),
-            workloads: vec![(workload, None)],
-        };
+        let place = |disks: u64, workload| place(&[("disks", disks.into())], &[workload]);
         let mut far = rounds(&[1.0; 5]);
         far.retain(|cell| cell.system == "theirs");
         far.iter_mut().for_each(|cell| cell.workload = "far".to_owned());
@@ -217,7 +226,7 @@ mod tests {
         let outcome = Outcome { cells, ..Outcome::default() };
         let mut claim = claim(3.0);
         claim.checks[0].numerator = "ours".to_owned();
-        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), 9)]);
+        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), AxisValue::Number(9))]);
         let found = assess(&claim, &[place(2, "w"), place(9, "far")], &outcome, 2);
         assert_eq!(found.verdict, ClaimVerdict::Met);
         assert_eq!(found.found[0].goal.beside.as_deref(), Some("far"));
@@ -227,13 +236,56 @@ mod tests {
     }
 
     #[test]
-    fn each_load_is_compared_with_its_own_at_the_other_point() {
-        let place = |disks, workloads: [&'static str; 2]| Place {
-            axes: BTreeMap::from([("disks", disks)]),
-            workloads: workloads.map(|it| (it, None)).to_vec(),
+    fn each_load_of_one_cluster_is_compared_with_the_same_load_of_another() {
+        let at = |cluster: &str, loads: [&'static str; 2]| Place {
+            loads: vec!["read", "write"],
+            ..place(&[("clusters", cluster.into())], &loads)
         };
+        let places =
+            [at("crc", ["read-crc", "write-crc"]), at("secure", ["read-secure", "write-secure"])];
+        // Encrypted reads reach 0.9 of the clear ones, writes 0.5.
+        let cells = (0..5).flat_map(|round| {
+            [
+                cell(round, "theirs", "read-crc", 100.0),
+                cell(round, "theirs", "write-crc", 10.0),
+                cell(round, "ours", "read-secure", 90.0),
+                cell(round, "ours", "write-secure", 5.0),
+            ]
+        });
+        let outcome = Outcome { cells: cells.collect(), ..Outcome::default() };
+        let named = |cluster: &str| BTreeMap::from([("clusters".to_owned(), cluster.into())]);
+        let check = |load: &str, value| Check {
+            loads: vec![load.to_owned()],
+            at: named("secure"),
+            beside: named("crc"),
+            value,
+            ..claim(1.0).checks[0].clone()
+        };
+        let claim = |reads, writes| Claim {
+            checks: vec![check("read", reads), check("write", writes)],
+            ..claim(1.0)
+        };
+        let met = assess(&claim(0.9, 0.5), &places, &outcome, 2);
+        assert_eq!(met.verdict, ClaimVerdict::Met);
+        let compared: Vec<_> = met
+            .found
+            .iter()
+            .map(|it| (it.goal.workload.as_str(), it.goal.beside.as_deref()))
+            .collect();
+        let expected = [("read-secure", Some("read-crc")), ("write-secure", Some("write-crc"))];
+        assert_eq!(compared, expected);
+        assert_eq!(assess(&claim(0.9, 0.6), &places, &outcome, 2).verdict, ClaimVerdict::NotMet);
+        // Without the cluster in the clear there is nothing to compare with.
+        let alone = assess(&claim(0.9, 0.5), &places[1..], &outcome, 2);
+        assert_eq!(alone.verdict, ClaimVerdict::NotComparable);
+    }
+
+    #[test]
+    fn each_load_is_compared_with_its_own_at_the_other_point() {
+        let place =
+            |disks: u64, loads: [&'static str; 2]| place(&[("disks", disks.into())], &loads);
         let mut claim = claim(3.0);
-        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), 9)]);
+        claim.checks[0].beside = BTreeMap::from([("disks".to_owned(), AxisValue::Number(9))]);
         let places = [place(2, ["w", "x"]), place(9, ["far-w", "far-x"])];
         let found = assess(&claim, &places, &Outcome::default(), 2).found;
         let beside: Vec<_> = found.iter().filter_map(|it| it.goal.beside.as_deref()).collect();
@@ -256,14 +308,12 @@ mod tests {
             cell.times = times(Some(RequestTimes { mean: 1e6, p50: 1e6, p95: 1e6 }));
         }
         let outcome = Outcome { cells: [cells, mixed].concat(), ..Outcome::default() };
-        let axes = BTreeMap::from([("disks", 2)]);
-        let workloads = vec![("w", None), ("mixed", None)];
         let judged = |measure, value| {
             let mut claim = claim(value);
             claim.checks[0].denominator = None;
             claim.checks[0].measure = measure;
             claim.checks[0].relation = Relation::AtMost;
-            let places = [Place { axes: axes.clone(), workloads: workloads.clone() }];
+            let places = [place(&[("disks", AxisValue::Number(2))], &["w", "mixed"])];
             let assessed = assess(&claim, &places, &outcome, 2);
             let about = assessed.found.iter().map(|it| it.goal.workload.clone());
             (assessed.verdict, about.collect::<Vec<_>>())

@@ -100,6 +100,12 @@ impl Plan {
         }
     }
 
+    /// What each system is measured at: loads, and doing nothing.
+    fn measures(&self) -> Vec<&'static str> {
+        let loads = self.workloads.iter().map(|workload| workload.id);
+        loads.chain(self.idle.then_some(IDLE)).collect()
+    }
+
     /// The CPU time of a server, and of what serves its files; apart from that, of what stores them.
     fn clock(&self, system: &dyn System, server: &Server) -> Result<ProcessClock, LoadError> {
         let served = self.served.as_ref().filter(|_| system.has_files());
@@ -143,7 +149,7 @@ pub fn run(
 pub type Part<'a> = (&'a Plan, &'a [Box<dyn System>]);
 
 /// Runs plans that differ in their storage and in the names of their loads: the same load of each follows the other within
-/// each round. Systems, rounds and cores are those of the first.
+/// each round, and each begins in turn. Systems, rounds and cores are those of the first; another one may lack some of its systems.
 ///
 /// # Errors
 /// [`ExperimentError`]; no files are left in any case.
@@ -156,9 +162,7 @@ pub fn run_joined(
     let _pinned = Pinned::to(first.cores.map(|cores| cores.client))?;
     let mut disks = Joined(Vec::new());
     for ((plan, systems), root) in parts.iter().zip(&roots) {
-        let workloads = plan.workloads.iter().map(|workload| workload.id);
-        let workloads = workloads.chain(plan.idle.then_some(IDLE)).collect();
-        disks.0.push((Disks::new(plan, systems, root.path()), workloads));
+        disks.0.push((Disks::new(plan, systems, root.path()), plan.measures()));
     }
     let order = subject::Order {
         systems: systems.iter().map(|system| system.id()).collect(),

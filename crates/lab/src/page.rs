@@ -47,6 +47,9 @@ impl RunReport {
                 @if let Some(why) = &experiment.refused {
                     p { "Not measured here: " (why) "." }
                 }
+                @for point in &experiment.unavailable {
+                    p { "Not measured here: " (point.section) ": " (point.why) "." }
+                }
                 @if let Some(claim) = &experiment.claim { (claimed(claim)) }
                 (plots(&experiment.id, &experiment.measured, &experiment.measures))
                 @for measured in &experiment.measured { (numbers(measured)) }

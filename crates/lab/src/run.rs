@@ -1,5 +1,7 @@
 //! `vmseal lab run`: experiments by id or file.
 
+mod pools;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -8,22 +10,22 @@ use std::{fs, io};
 
 use clap::Args;
 use serde::Serialize;
-use vmseal_api::datastore::RbdPool;
 
+use self::pools::{InCluster, Stored};
 use crate::arguments::{BenchArguments, BenchError, beside_this_program};
 use crate::catalogue;
-use crate::ceph::mount::Mount;
-use crate::ceph::own_pool::{self, OwnPool};
-use crate::ceph::redundancy::Raid;
 use crate::claim::{self, Assessed, Place};
-use crate::definition::{Definition, DefinitionError, Extent, Matter};
-use crate::experiment::{self, Cell, Outcome, Plan, Progress, ServedDirectory};
+use crate::definition::{
+    AxisValue, CLUSTERS, Definition, DefinitionError, Extent, Matter, REDUNDANCY,
+};
+use crate::experiment::{self, Cell, ExperimentError, Outcome, Plan, Progress};
 use crate::goals::{self, Assessment, Metric, Verdict};
+use crate::load::Workload;
 use crate::machine::{self, Machine};
 use crate::migration;
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{RequestTimes, Served, Times};
-use crate::report::Measured;
+use crate::report::{Measured, Unavailable};
 use crate::sections::{self, Section};
 use crate::stop::{self, Stopped};
 use crate::storage::Storage;
@@ -60,9 +62,10 @@ pub struct RunArguments {
     #[arg(long, default_value = "target")]
     pub ext4_directory: PathBuf,
     /// The Ceph cluster of experiments whose storage is `ceph`, which `vmseal lab ceph up --directory DIR` has made. Each makes
-    /// a pool of its own there, and removes it when it ends. It takes root
+    /// a pool of its own there, and removes it when it ends. It takes root. May be repeated: an experiment that compares
+    /// clusters takes for each the first directory whose cluster is set up so, the others take the first one of all
     #[arg(long, value_name = "DIR")]
-    pub ceph_directory: Option<PathBuf>,
+    pub ceph_directory: Vec<PathBuf>,
     /// The program vmseal-filter; by default beside this one, else in PATH
     #[arg(long)]
     pub filter: Option<PathBuf>,
@@ -98,7 +101,7 @@ pub enum RunError {
         /// Which.
         id: String,
         /// How.
-        source: experiment::ExperimentError,
+        source: ExperimentError,
     },
     /// The goals cannot be used, or the report cannot be written.
     #[error(transparent)]
@@ -134,6 +137,9 @@ pub struct ExperimentReport {
     /// Why it, or a part of it, cannot be measured here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
+    /// The points that cannot be measured here, and why, where others can.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unavailable: Vec<Unavailable>,
     /// Its points.
     pub measured: Vec<Measured>,
     /// What is claimed, and whether it is so.
@@ -150,8 +156,9 @@ pub fn run(
     observe: &mut dyn FnMut(Progress<'_>),
 ) -> Result<RunReport, RunError> {
     // All are read before the first begins.
+    let find = |id: &String| catalogue::find(id).map(|it| it.within(arguments.full));
     let definitions: Vec<Definition> =
-        arguments.experiments.iter().map(|id| catalogue::find(id)).collect::<Result<_, _>>()?;
+        arguments.experiments.iter().map(find).collect::<Result<_, _>>()?;
     let goals = goals::parse(Path::new("bench/goals.toml"), GOALS).map_err(BenchError::from)?;
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
@@ -162,7 +169,7 @@ pub fn run(
         // Being stopped says more than what failed by it.
         stop::check()?;
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
-        let (measured, places, outcome, refused) = one.map_err(failed)?;
+        let ((measured, places, outcome, refused), unavailable) = one.map_err(failed)?;
         // What was measured of an experiment is judged without the rest.
         let some = refused.is_none() || !measured.is_empty();
         let claim = definition.claim.as_ref().filter(|_| some);
@@ -171,7 +178,15 @@ pub fn run(
         all.idle.extend(outcome.idle);
         let (id, title) = (definition.id.clone(), definition.title.clone());
         let measures = definition.measures.clone();
-        experiments.push(ExperimentReport { id, title, measures, refused, measured, claim });
+        experiments.push(ExperimentReport {
+            id,
+            title,
+            measures,
+            refused,
+            unavailable,
+            measured,
+            claim,
+        });
     }
     let judged = goals.iter().map(|goal| goals::assess(goal, &all));
     let goals = judged.filter(|it| it.verdict != Verdict::NotMeasured).collect();
@@ -184,54 +199,36 @@ pub fn run(
 }
 
 impl RunArguments {
-    /// Measures an experiment, which was named so; one on Ceph with pools of its own, which go again.
+    /// Measures an experiment, which was named so; and why some of its points are not measured.
     fn one(
         &self,
         definition: &Definition,
         named: &str,
         observe: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<Found, experiment::ExperimentError> {
-        if definition.storage() != Some(Storage::Ceph) {
-            return self.measure(definition, None, observe);
+    ) -> Result<(Found, Vec<Unavailable>), ExperimentError> {
+        match definition.storage() {
+            Some(Storage::Ceph) => self.on_ceph(definition, named, observe),
+            _ => Ok((self.measure(definition, &[], observe)?, Vec::new())),
         }
-        let program = self.pool_program();
-        let usable = own_pool::usable(self.ceph_directory.as_deref(), named);
-        let usable = usable.and_then(|it| operation::missing(&[&program]).map_or(Ok(it), Err));
-        let cluster = match usable {
-            Ok(cluster) => cluster,
-            Err(why) => return Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why))),
-        };
-        let (raids, left_out) = own_pool::fitting(cluster, definition.redundancy())?;
-        if raids.is_empty() && left_out.is_some() {
-            return Ok((Vec::new(), Vec::new(), Outcome::default(), left_out));
-        }
-        let pool = OwnPool::make(cluster, &raids, &mut |it| observe(Progress::Cluster(it)))?;
-        let found = self.measure(definition, Some(&pool), observe);
-        // Why measuring failed says more than why the pool stays.
-        let removed = pool.remove();
-        let (measured, places, outcome, refused) = found?;
-        removed?;
-        Ok((measured, places, outcome, refused.or(left_out)))
     }
 
+    /// Measures an experiment, on Ceph in these pools.
     fn measure(
         &self,
         definition: &Definition,
-        pool: Option<&OwnPool>,
+        pools: &[InCluster],
         observe: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<Found, experiment::ExperimentError> {
+    ) -> Result<Found, ExperimentError> {
         match &definition.matter {
             Matter::Disk(_, steps) => {
-                let extent = if self.full { steps.full } else { steps.small };
-                let stored = pool.map(|pool| self.mount(pool)).transpose()?;
-                self.disk(definition, extent, stored.as_deref(), observe)
+                self.disk(definition, steps.extent(self.full), &self.mount(pools)?, observe)
             }
             Matter::Operation(matrix, steps) => {
                 let directory = match steps.storage {
                     Some(Storage::Memory) => &self.directory,
                     Some(Storage::Ext4 | Storage::Ceph) | None => &self.ext4_directory,
                 };
-                let pool = pool.and_then(|pool| pool.accesses().first());
+                let pool = pools.first().and_then(|(_, pool)| pool.accesses().first());
                 let pool = pool.map(|(_, access)| access.clone());
                 let choice = Choice { pool, ..self.choice(directory) };
                 operation::run(&choice, &definition.id, matrix, steps, observe)
@@ -250,20 +247,6 @@ impl RunArguments {
         beside.unwrap_or_else(|| beside_this_program(name))
     }
 
-    /// Mounts all pools; they are mounted at the same time, so that they can be measured in turn.
-    fn mount(&self, pool: &OwnPool) -> Result<Vec<Stored>, experiment::ExperimentError> {
-        let (program, daemons) = (self.pool_program(), pool.osds());
-        let mut stored = Vec::new();
-        for (redundancy, access) in pool.accesses() {
-            let mount = Mount::new(&program, access)?;
-            let (directory, process) = (mount.directory().to_owned(), mount.process());
-            let served = ServedDirectory { directory, process, daemons: daemons.clone() };
-            let access = access.clone();
-            stored.push(Stored { redundancy: *redundancy, access, served, _mount: mount });
-        }
-        Ok(stored)
-    }
-
     fn choice(&self, directory: &Path) -> Choice {
         Choice {
             program: self.vmseal.clone(),
@@ -279,23 +262,18 @@ impl RunArguments {
         &self,
         definition: &Definition,
         extent: Extent,
-        stored: Option<&[Stored]>,
+        stored: &[Stored],
         observe: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<Found, experiment::ExperimentError> {
-        let of = |section: &Section| {
-            let here = |stored: &&Stored| stored.redundancy == section.redundancy;
-            stored.and_then(|stored| stored.iter().find(here))
-        };
+    ) -> Result<Found, ExperimentError> {
+        let of = |section: &Section| stored.iter().find(|it| it.has(section));
         let bench = |section: &Section| BenchArguments {
             pool: of(section).map(|stored| stored.access.clone()),
             ..self.bench(extent)
         };
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
         let mut sections = sections::of_definition(definition);
-        if let Some(stored) = stored {
-            // Of some redundancies there may be no pool here.
-            sections.retain(|section| stored.iter().any(|it| it.redundancy == section.redundancy));
-        }
+        // Some points may have no pool here.
+        sections.retain(|section| section.storage != Storage::Ceph || of(section).is_some());
         for together in sections.chunk_by(Section::is_beside) {
             if let Some(why) = together.iter().find_map(|it| bench(it).obstacle(it)) {
                 return Ok((measured, places, all, Some(why)));
@@ -317,7 +295,7 @@ impl RunArguments {
             })?;
             for (section, plan, _) in &parts {
                 measured.push(Measured::of(section, plan, &outcome.under(section.workloads)));
-                places.push(place(section));
+                places.push(place(definition, section));
             }
             all.cells.extend(outcome.cells);
             all.idle.extend(outcome.idle);
@@ -339,24 +317,24 @@ impl RunArguments {
     }
 }
 
-/// A pool that is mounted.
-struct Stored {
-    redundancy: Option<Raid>,
-    /// How a client gets to it.
-    access: RbdPool,
-    served: ServedDirectory,
-    /// It is unmounted with this.
-    _mount: Mount,
-}
-
-fn place(section: &Section) -> Place {
-    let mut axes = BTreeMap::from([
+fn place(definition: &Definition, section: &Section) -> Place {
+    let numbers = [
         ("disks", u64::from(section.disks)),
         ("delay_us", section.delay_us),
         ("neighbours", u64::from(section.neighbours)),
-    ]);
-    axes.extend(section.redundancy.map(|raid| ("redundancy", raid.level())));
-    Place { axes, workloads: section.workloads.iter().map(|load| (load.id, None)).collect() }
+    ];
+    let mut axes: BTreeMap<_, _> =
+        numbers.into_iter().map(|(axis, value)| (axis, AxisValue::from(value))).collect();
+    axes.extend(section.cluster.map(|cluster| (CLUSTERS, cluster.id().into())));
+    axes.extend(section.redundancy.map(|raid| (REDUNDANCY, raid.id().into())));
+    // What the axes add to names.
+    let suffix = section.id.strip_prefix(&*definition.id).unwrap_or_default();
+    let in_file = |load: &Workload| load.id.strip_suffix(suffix).unwrap_or(load.id);
+    Place {
+        axes,
+        workloads: section.workloads.iter().map(|load| (load.id, None)).collect(),
+        loads: section.workloads.iter().map(in_file).collect(),
+    }
 }
 
 impl RunReport {
@@ -466,6 +444,7 @@ mod tests {
                 title: "mine".to_owned(),
                 measures: Vec::new(),
                 refused: None,
+                unavailable: Vec::new(),
                 measured: vec![measured],
                 claim: None,
             }],

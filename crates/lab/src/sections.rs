@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 
 use crate::catalogue::CATALOGUE;
 use crate::ceph::redundancy::Raid;
+use crate::ceph::setup::Setup;
 use crate::definition::{Definition, LoadSpec, Matter};
 use crate::experiment::Progress;
 use crate::idle::IDLE;
@@ -47,6 +48,8 @@ pub struct Section {
     pub neighbours: u32,
     /// How the pool keeps its disks, where redundancies are compared.
     pub redundancy: Option<Raid>,
+    /// How the cluster is set up whose pool has the disks, where an experiment tells clusters apart.
+    pub cluster: Option<Setup>,
 }
 
 /// The ids of what `vmseal lab disk` runs.
@@ -58,7 +61,7 @@ pub static SECTIONS: LazyLock<Vec<Section>> = LazyLock::new(|| {
     OF_LAB_DISK.iter().filter_map(of).flatten().collect()
 });
 
-/// The sections of an experiment with disks: one for each combination of its axes; those that differ in redundancy alone
+/// The sections of an experiment with disks: one for each combination of its axes; those that differ in their pool alone
 /// follow each other. An axis with several values is part of the names. Names are kept until the program ends, as those of
 /// the sections that are built in.
 #[must_use]
@@ -69,14 +72,12 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
         known.filter(|id| matrix.systems.iter().any(|chosen| chosen == id)).collect();
     systems.sort_by_key(|id| matrix.systems.iter().position(|chosen| chosen == id));
     let systems: &'static [&'static str] = systems.leak();
-    let redundancies: Vec<Option<Raid>> = match matrix.redundancy.is_empty() {
-        true => vec![None],
-        false => matrix.redundancy.iter().copied().map(Some).collect(),
-    };
+    let (clusters, redundancies) = (or_none(&matrix.clusters), or_none(&matrix.redundancy));
+    let pools: Vec<_> = pairs(&clusters, &redundancies).collect();
     let mut sections = Vec::new();
     for &disks in &matrix.disks {
         for &delay_us in &matrix.delay_us {
-            for (&neighbours, &redundancy) in pairs(&matrix.neighbours, &redundancies) {
+            for (neighbours, (cluster, redundancy)) in pairs(&matrix.neighbours, &pools) {
                 let mut suffix = String::new();
                 for (name, value, values) in [
                     ("disks", u64::from(disks), matrix.disks.len()),
@@ -86,6 +87,9 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     if values > 1 {
                         suffix.push_str(&format!("-{value}-{name}"));
                     }
+                }
+                if let Some(cluster) = cluster.filter(|_| clusters.len() > 1) {
+                    suffix.push_str(&format!("-{cluster}"));
                 }
                 if let Some(raid) = redundancy.filter(|_| redundancies.len() > 1) {
                     suffix.push_str(&format!("-{raid}"));
@@ -112,6 +116,7 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     disks,
                     delay_us,
                     neighbours,
+                    cluster,
                     redundancy,
                 });
             }
@@ -120,13 +125,21 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
     sections
 }
 
+/// The values of an axis; none is one of an axis that has none.
+fn or_none<T: Copy>(values: &[T]) -> Vec<Option<T>> {
+    match values.is_empty() {
+        true => vec![None],
+        false => values.iter().copied().map(Some).collect(),
+    }
+}
+
 /// Each of the first with each of the second, which change first.
-fn pairs<'a, A, B>(first: &'a [A], second: &'a [B]) -> impl Iterator<Item = (&'a A, &'a B)> {
-    first.iter().flat_map(move |one| second.iter().map(move |other| (one, other)))
+fn pairs<A: Copy, B: Copy>(first: &[A], second: &[B]) -> impl Iterator<Item = (A, B)> {
+    first.iter().flat_map(|one| second.iter().map(|other| (*one, *other)))
 }
 
 impl Section {
-    /// Whether it differs from another one of the same experiment in redundancy alone: they are measured in turn.
+    /// Whether it differs from another one of the same experiment in its pool alone: they are measured in turn.
     #[must_use]
     pub fn is_beside(&self, other: &Self) -> bool {
         let place = |it: &Self| (it.disks, it.delay_us, it.neighbours);
@@ -197,6 +210,45 @@ mod tests {
         };
         assert_eq!(told(10), [1, 11]);
         assert_eq!(told(1).len(), 20);
+    }
+
+    #[test]
+    fn clusters_are_part_of_the_names_and_follow_each_other() {
+        let sections = |clusters: &str| {
+            let file = include_str!("../../../bench/experiments/c3.toml");
+            let axes = "clusters = [\"crc\", \"secure\", \"osd\"]\nredundancy = [\"raid1\"]";
+            let text = file.replacen(axes, clusters, 1);
+            assert_ne!(text, file);
+            let (disks, some) = ("disks = [8]", "disks = [1, 2]");
+            assert!(text.contains(disks));
+            // Only the names are looked at: claims about clusters that are not there would be refused.
+            let (text, _) = text.split_once("[claim]").unwrap();
+            let text = text.replacen(disks, some, 1);
+            let path = Path::new("mine.toml");
+            of_definition(&crate::definition::parse(path, &text).unwrap())
+        };
+        let named = sections("clusters = [\"crc\", \"osd\"]");
+        let ids: Vec<_> = named.iter().map(|section| section.id).collect();
+        assert_eq!(ids, ["c3-1-disks-crc", "c3-1-disks-osd", "c3-2-disks-crc", "c3-2-disks-osd"]);
+        assert_eq!(named[1].cluster, Some(Setup::Osd));
+        assert!(named[1].workloads.iter().all(|load| load.id.ends_with("-1-disks-osd")));
+        let one = sections("clusters = [\"secure\"]");
+        assert_eq!((one[0].id, one[0].cluster), ("c3-1-disks", Some(Setup::Secure)));
+        let both = sections("clusters = [\"crc\", \"osd\"]\nredundancy = [\"raid1\", \"raid6\"]");
+        let ids: Vec<_> = both.iter().take(4).map(|section| section.id).collect();
+        assert_eq!(
+            ids,
+            [
+                "c3-1-disks-crc-raid1",
+                "c3-1-disks-crc-raid6",
+                "c3-1-disks-osd-raid1",
+                "c3-1-disks-osd-raid6"
+            ]
+        );
+        let together: Vec<_> = both.chunk_by(Section::is_beside).map(<[_]>::len).collect();
+        assert_eq!(together, [4, 4]);
+        let first = sections("");
+        assert_eq!((first[0].id, first[0].cluster, first.len()), ("c3-1-disks", None, 2));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The order of the systems is rotated by one from round to round, so that what disturbs the machine affects all
-//! alike. Comparisons are made within a round.
+//! alike; so is the order of storages at each load. Comparisons are made within a round.
 
 use crate::outcome::{ExperimentError, Outcome, Progress, Sample};
 use crate::stop;
@@ -70,8 +70,8 @@ pub trait Subject {
 pub struct Order {
     /// The systems.
     pub systems: Vec<&'static str>,
-    /// The loads or operations.
-    pub workloads: Vec<&'static str>,
+    /// The loads or operations; a load of several storages has a name for each.
+    pub workloads: Vec<Vec<&'static str>>,
     /// How often everything is measured.
     pub rounds: u32,
     /// How often it is made; at most once a round.
@@ -85,10 +85,11 @@ pub struct Joined<S>(pub Vec<(S, Vec<&'static str>)>);
 impl<S> Joined<S> {
     /// The loads of all: the first of each, the second of each, ...
     #[must_use]
-    pub fn workloads(&self) -> Vec<&'static str> {
+    pub fn workloads(&self) -> Vec<Vec<&'static str>> {
         let longest = self.0.iter().map(|(_, loads)| loads.len()).max().unwrap_or(0);
-        let at = |at: usize| self.0.iter().filter_map(move |(_, loads)| loads.get(at).copied());
-        (0..longest).flat_map(at).collect()
+        let at =
+            |at: usize| self.0.iter().filter_map(|(_, loads)| loads.get(at).copied()).collect();
+        (0..longest).map(at).collect()
     }
 
     fn of(&mut self, workload: &str) -> Option<&mut S> {
@@ -131,6 +132,12 @@ impl<S: Subject> Subject for Joined<S> {
     }
 }
 
+/// All names, from one of them on.
+fn in_turn(names: &[&'static str], begins: usize) -> impl Iterator<Item = &'static str> {
+    let (later, first) = names.split_at(begins % names.len().max(1));
+    first.iter().chain(later).copied()
+}
+
 /// Measures a subject, unless the end is asked for meanwhile.
 ///
 /// # Errors
@@ -142,17 +149,16 @@ pub fn measure(
 ) -> Result<Outcome, ExperimentError> {
     let mut outcome = Outcome::default();
     let places = order.places.clamp(1, order.rounds.max(1));
-    let count = order.systems.len();
     for place in 0..places {
         subject.prepare(place, observe)?;
         for round in place * order.rounds / places..(place + 1) * order.rounds / places {
             observe(Progress::Round(round + 1, order.rounds));
             subject.begin(round)?;
-            for &workload in &order.workloads {
+            let begins = round as usize + place as usize;
+            for workload in order.workloads.iter().flat_map(|group| in_turn(group, begins)) {
                 outcome.extend(subject.before(round, workload)?);
-                for turn in 0..count {
+                for system in in_turn(&order.systems, begins) {
                     stop::check()?;
-                    let system = order.systems[(turn + round as usize + place as usize) % count];
                     outcome.extend(subject.run(&Point { round, system, workload })?);
                 }
             }
@@ -188,8 +194,12 @@ mod tests {
 
     #[test]
     fn systems_take_turns_within_a_round_and_begin_in_turn() {
-        let order =
-            Order { systems: vec!["a", "b"], workloads: vec!["x", "y"], rounds: 2, places: 1 };
+        let order = Order {
+            systems: vec!["a", "b"],
+            workloads: vec![vec!["x"], vec!["y"]],
+            rounds: 2,
+            places: 1,
+        };
         let mut noted = Noted::default();
         measure(&order, &mut noted, &mut |_| {}).unwrap();
         assert_eq!(noted.0, ["make 0", "ax0", "bx0", "ay0", "by0", "bx1", "ax1", "by1", "ay1"]);
@@ -202,11 +212,25 @@ mod tests {
     fn subjects_that_are_joined_take_turns_within_a_round() {
         let of = |loads: &[&'static str]| (Noted::default(), loads.to_vec());
         let mut both = Joined(vec![of(&["x1", "y1"]), of(&["x2", "y2", "z2"])]);
-        assert_eq!(both.workloads(), ["x1", "x2", "y1", "y2", "z2"]);
+        assert_eq!(both.workloads(), [vec!["x1", "x2"], vec!["y1", "y2"], vec!["z2"]]);
         let order = Order { systems: vec!["a"], workloads: both.workloads(), rounds: 2, places: 1 };
         measure(&order, &mut both, &mut |_| {}).unwrap();
         let [(first, _), (second, _)] = &both.0[..] else { panic!("there are two") };
         assert_eq!(first.0, ["make 0", "ax10", "ay10", "ax11", "ay11"]);
         assert_eq!(second.0, ["make 0", "ax20", "ay20", "az20", "ax21", "ay21", "az21"]);
+    }
+
+    #[test]
+    fn storages_begin_in_turn_at_each_load() {
+        let workloads = vec![vec!["x1", "x2", "x3"], vec!["y"]];
+        let order = Order { systems: vec!["a"], workloads, rounds: 3, places: 1 };
+        let mut noted = Noted::default();
+        measure(&order, &mut noted, &mut |_| {}).unwrap();
+        let expected = [
+            ["ax10", "ax20", "ax30", "ay0"],
+            ["ax21", "ax31", "ax11", "ay1"],
+            ["ax32", "ax12", "ax22", "ay2"],
+        ];
+        assert_eq!(noted.0[1..], expected.concat());
     }
 }

@@ -71,6 +71,9 @@ impl RunReport {
             if let Some(why) = &experiment.refused {
                 let _ = writeln!(text, "not measured here: {why}");
             }
+            for point in &experiment.unavailable {
+                let _ = writeln!(text, "not measured here: {}: {}", point.section, point.why);
+            }
             experiment.measured.iter().for_each(|measured| text.push_str(&section(measured)));
             if let Some(claim) = &experiment.claim {
                 text.push_str(&claimed(claim));

@@ -424,8 +424,12 @@ fn loads_of_two_storages_take_turns_and_their_reads_are_told_from_their_writes()
     let parts = [(&first, &systems[..]), (&second, &systems[..])];
     let outcome = experiment::run_joined(&parts, &mut |_| {}).unwrap();
     let loads: Vec<_> = outcome.cells.iter().map(|cell| cell.workload.as_str()).collect();
-    let round = ["x-1", "x-1", "x-2", "x-2", "y-1", "y-1", "y-2", "y-2"];
-    assert_eq!(loads, [round, round].concat());
+    // Each storage begins in turn.
+    let rounds = [
+        ["x-1", "x-1", "x-2", "x-2", "y-1", "y-1", "y-2", "y-2"],
+        ["x-2", "x-2", "x-1", "x-1", "y-2", "y-2", "y-1", "y-1"],
+    ];
+    assert_eq!(loads, rounds.concat());
     for cell in &outcome.cells {
         let times = cell.times.unwrap();
         let (reads, writes) = (times.reads.unwrap(), times.writes.unwrap());
@@ -455,6 +459,42 @@ fn the_cpu_time_of_what_stores_a_disk_is_counted_apart() {
     };
     assert!(run(&above).storage > Duration::ZERO);
     assert_eq!(run(&own).storage, Duration::ZERO);
+}
+
+#[test]
+fn plans_that_are_measured_in_turn_have_disks_and_results_of_their_own() {
+    let [one, other] = [(), ()].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let quiet = |plan| Plan { idle: false, places: 1, ..plan };
+    let first = quiet(plan(one.path(), SIZE));
+    let mut second = quiet(plan(other.path(), SIZE));
+    for (load, id) in second.workloads.iter_mut().zip(["other-small", "other-large"]) {
+        load.id = id;
+    }
+    let of_first: Vec<Box<dyn System>> =
+        vec![Box::new(storage_daemon(false)), Box::new(vmseal(true))];
+    let of_second: Vec<Box<dyn System>> = vec![Box::new(vmseal(true))];
+    let parts = [(&first, &of_first[..]), (&second, &of_second[..])];
+    let (mut filled, mut rounds) = (0, 0);
+    let outcome = experiment::run_joined(&parts, &mut |progress| match progress {
+        Progress::Filling(_) => filled += 1,
+        Progress::Round(..) => rounds += 1,
+        _ => {}
+    });
+    let outcome = outcome.unwrap();
+    // The rounds are those of both together.
+    assert_eq!((filled, rounds), (3, 2));
+    assert!(outcome.cells.iter().all(|cell| cell.requests > 0), "{:?}", outcome.cells);
+    for (plan, systems) in [(&first, 2), (&second, 1)] {
+        let of_plan = outcome
+            .cells
+            .iter()
+            .filter(|cell| plan.workloads.iter().any(|load| load.id == cell.workload));
+        // Two loads in each of two rounds, and the computed limit of the large one.
+        assert_eq!(of_plan.count(), 2 * (2 * systems + 1));
+    }
+    for directory in [one, other] {
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+    }
 }
 
 #[test]

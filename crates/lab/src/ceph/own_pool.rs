@@ -62,14 +62,14 @@ pub fn usable<'a>(directory: Option<&'a Path>, experiment: &str) -> Result<&'a P
     }
 }
 
-/// Those of the redundancies that the cluster has OSDs for, and why the others are not measured.
+/// Those of the redundancies that the cluster has OSDs for, and the others, each with why it is not measured.
 ///
 /// # Errors
 /// There is no cluster, or its record cannot be read.
 pub fn fitting(
     directory: &Path,
     wanted: &[Raid],
-) -> Result<(Vec<Raid>, Option<String>), CephError> {
+) -> Result<(Vec<Raid>, Vec<(Raid, String)>), CephError> {
     let layout = Layout::find(directory)?;
     let Some(record) = Record::read(&layout)? else {
         return Err(CephError::NoCluster { directory: directory.to_owned() });
@@ -83,8 +83,7 @@ pub fn fitting(
             "{raid} needs {needed} OSDs and the cluster has {osds}: vmseal lab ceph up --osds {needed} --directory {at}"
         )
     };
-    let reasons: Vec<String> = others.into_iter().map(why).collect();
-    Ok((fitting, (!reasons.is_empty()).then(|| reasons.join("; "))))
+    Ok((fitting, others.into_iter().map(|raid| (raid, why(raid))).collect()))
 }
 
 /// Finds that the cluster in a directory is whole and runs.
@@ -145,11 +144,13 @@ impl OwnPool {
         &self.accesses
     }
 
-    /// The processes that keep the data of the cluster's pools.
+    /// The processes that keep the data of the cluster's pools: OSDs, and what encrypts below them.
     #[must_use]
     pub fn osds(&self) -> Vec<u32> {
-        let is_osd = |process: &processes::Process| matches!(process.daemon, Daemon::Osd(_));
-        let running = processes::running(&self.layout).into_iter().filter(is_osd);
+        let keeps = |process: &processes::Process| {
+            matches!(process.daemon, Daemon::Osd(_) | Daemon::Block(_))
+        };
+        let running = processes::running(&self.layout).into_iter().filter(keeps);
         running.filter_map(|process| u32::try_from(process.pid).ok()).collect()
     }
 
@@ -325,10 +326,11 @@ mod tests {
             record.write(&layout).unwrap();
             fitting(place.path(), &Raid::ALL).unwrap()
         };
-        assert_eq!(of(6), (Raid::ALL.to_vec(), None));
-        let (fitting, why) = of(3);
+        assert_eq!(of(6), (Raid::ALL.to_vec(), Vec::new()));
+        let (fitting, others) = of(3);
         assert_eq!(fitting, [Raid::Raid1]);
-        let (why, at) = (why.unwrap(), place.path().display());
+        let [(Raid::Raid6, why)] = &others[..] else { panic!("{others:?}") };
+        let at = place.path().display();
         let command = format!("vmseal lab ceph up --osds 6 --directory {at}");
         assert!(why.contains("raid6 needs 6 OSDs") && why.contains(&command), "{why}");
         assert!(!why.contains("raid1"), "{why}");

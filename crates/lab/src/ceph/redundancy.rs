@@ -114,19 +114,19 @@ impl Raid {
         }
     }
 
-    /// Its number.
+    /// Its name in files and results.
     #[must_use]
-    pub fn level(self) -> u64 {
+    pub fn id(self) -> &'static str {
         match self {
-            Self::Raid1 => 1,
-            Self::Raid6 => 6,
+            Self::Raid1 => "raid1",
+            Self::Raid6 => "raid6",
         }
     }
 }
 
 impl fmt::Display for Raid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "raid{}", self.level())
+        f.write_str(self.id())
     }
 }
 

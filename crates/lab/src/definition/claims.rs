@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{AXIS_MAX, Checked, Definition, DefinitionError, Matter, Operation};
+use super::{
+    AXIS_MAX, AxisValue, Checked, Definition, DefinitionError, LoadSpec, Matter, Operation,
+};
 use crate::goals::{Metric, Relation};
 
 /// What is said of the result.
@@ -42,12 +44,15 @@ pub struct Check {
     /// The operations that it is about; all without it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub operations: Vec<Operation>,
+    /// The loads that it is about, by their ids; all without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub loads: Vec<String>,
     /// The points that it is about, by keys of the matrix; all without it.
     #[serde(default, rename = "where")]
-    pub at: BTreeMap<String, u64>,
+    pub at: BTreeMap<String, AxisValue>,
     /// By which keys the point below the line is another one; the same point without it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub beside: BTreeMap<String, u64>,
+    pub beside: BTreeMap<String, AxisValue>,
 }
 
 /// A median that must be in a range.
@@ -103,6 +108,14 @@ impl Checked<'_> {
             if let Some(other) = check.operations.iter().find(|it| !has(it)) {
                 let allowed = "an operation of matrix.operations";
                 return self.refuse("claim.checks.operations", other.id(), allowed);
+            }
+            let loads: &[LoadSpec] = match &definition.matter {
+                Matter::Disk(matrix, _) => &matrix.loads,
+                Matter::Operation(..) | Matter::Migration(..) => &[],
+            };
+            let is_one = |id: &&String| loads.iter().any(|load| load.id == **id);
+            if let Some(other) = check.loads.iter().find(|id| !is_one(id)) {
+                return self.refuse("claim.checks.loads", other, "a load of matrix.loads");
             }
             self.range("claim.checks.value", check.value, (f64::MIN_POSITIVE, 1e18))?;
             let at = check.at.iter().map(|it| ("where", it));

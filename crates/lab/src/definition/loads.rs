@@ -7,7 +7,7 @@ use crate::load::{Direction, Order};
 
 /// The largest block, in bytes: the load generator's; and the most requests in flight.
 const BLOCK_MAX: u32 = vmseal_initiator::BLOCK_MAX;
-const DEPTH_MAX: u16 = 256;
+pub(super) const DEPTH_MAX: u16 = 256;
 /// Every load's block is a multiple of this.
 const BLOCK_UNIT: u32 = 4096;
 

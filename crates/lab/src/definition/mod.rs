@@ -1,9 +1,11 @@
 //! An experiment as data: a TOML file that says what is measured, at which points, and what is claimed.
 //! `docs/benchmarks.md` describes the keys. Nothing in a file is trusted: sizes, counts and names have limits.
 
+mod axis;
 mod claims;
 mod loads;
 mod migration;
+mod pools;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,10 +13,14 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use self::axis::AxisValue;
 pub use self::claims::{Check, Claim, Comparable};
+use self::loads::DEPTH_MAX;
 pub use self::loads::LoadSpec;
 pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+pub use self::pools::{CLUSTERS, REDUNDANCY};
 use crate::ceph::redundancy::Raid;
+use crate::ceph::setup::Setup;
 use crate::goals::Metric;
 use crate::statistics::VALUES_MAX;
 use crate::storage::Storage;
@@ -150,6 +156,9 @@ pub struct DiskMatrix {
     /// How pools of Ceph keep the disks; without it, in two copies.
     #[serde(default)]
     pub redundancy: Vec<Raid>,
+    /// How the clusters are set up whose pools have the disks; without it, it is the cluster that is given first.
+    #[serde(default)]
+    pub clusters: Vec<Setup>,
     /// The loads.
     pub loads: Vec<LoadSpec>,
 }
@@ -200,6 +209,14 @@ pub struct DiskSteps {
     pub full: Extent,
 }
 
+impl DiskSteps {
+    /// How much is measured.
+    #[must_use]
+    pub fn extent(&self, full: bool) -> Extent {
+        if full { self.full } else { self.small }
+    }
+}
+
 /// How much is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -210,6 +227,10 @@ pub struct Extent {
     pub seconds: f64,
     /// The size of each disk; of systems that are several disks by themselves, of all.
     pub size_mib: u64,
+    /// How many disks a server has, in place of the matrix's.
+    pub disks: Option<u32>,
+    /// The most requests in flight, where loads have more.
+    pub depth: Option<u16>,
 }
 
 /// The points at which operations are measured.
@@ -353,35 +374,38 @@ impl Definition {
         }
     }
 
-    /// The redundancies that are compared; none but on Ceph.
-    #[must_use]
-    pub fn redundancy(&self) -> &[Raid] {
-        match &self.matter {
-            Matter::Disk(matrix, _) => &matrix.redundancy,
-            Matter::Operation(..) | Matter::Migration(..) => &[],
-        }
-    }
-
     /// The keys of the matrix that a point can be told by, with their values.
-    fn axes(&self) -> BTreeMap<&'static str, Vec<u64>> {
+    fn axes(&self) -> BTreeMap<&'static str, Vec<AxisValue>> {
         let wide = |values: &[u32]| values.iter().map(|value| u64::from(*value)).collect();
-        match &self.matter {
-            Matter::Disk(matrix, _) => {
-                let levels: Vec<u64> = matrix.redundancy.iter().map(|raid| raid.level()).collect();
-                let redundancy = (!levels.is_empty()).then_some(("redundancy", levels));
-                let axes = [
-                    ("disks", wide(&matrix.disks)),
-                    ("delay_us", matrix.delay_us.clone()),
-                    ("neighbours", wide(&matrix.neighbours)),
-                ];
-                axes.into_iter().chain(redundancy).collect()
-            }
+        let numbers: BTreeMap<&'static str, Vec<u64>> = match &self.matter {
+            Matter::Disk(matrix, _) => BTreeMap::from([
+                ("disks", wide(&matrix.disks)),
+                ("delay_us", matrix.delay_us.clone()),
+                ("neighbours", wide(&matrix.neighbours)),
+            ]),
             Matter::Operation(matrix, _) => BTreeMap::from([
                 ("size_mib", matrix.size_mib.clone()),
                 ("at_once", wide(&matrix.at_once)),
             ]),
             Matter::Migration(matrix, _) => matrix.axes(),
+        };
+        let values = |of: Vec<u64>| of.into_iter().map(AxisValue::from).collect::<Vec<_>>();
+        let axes = numbers.into_iter().map(|(axis, of)| (axis, values(of)));
+        axes.chain(self.named_axes()).collect()
+    }
+
+    /// The experiment with what its extent has in place of the matrix's.
+    #[must_use]
+    pub fn within(mut self, full: bool) -> Self {
+        if let Matter::Disk(matrix, steps) = &mut self.matter {
+            let extent = steps.extent(full);
+            if let Some(disks) = extent.disks {
+                matrix.disks = vec![disks];
+            }
+            let most = extent.depth.unwrap_or(DEPTH_MAX);
+            matrix.loads.iter_mut().for_each(|load| load.depth = load.depth.min(most));
         }
+        self
     }
 }
 
@@ -472,13 +496,8 @@ impl Checked<'_> {
         self.axis("matrix.disks", &matrix.disks, (1, MANY))?;
         self.axis("matrix.delay_us", &matrix.delay_us, (0, DELAY_MAX_US))?;
         self.axis("matrix.neighbours", &matrix.neighbours, (0, MANY))?;
+        self.pools(matrix, steps)?;
         let on_ceph = steps.storage == Storage::Ceph;
-        if let Some(first) = matrix.redundancy.first() {
-            self.axis("matrix.redundancy", &matrix.redundancy, (Raid::Raid1, Raid::Raid6))?;
-            if !on_ceph {
-                return self.refuse("matrix.redundancy", first, "only on `ceph`");
-            }
-        }
         let others = matrix
             .systems
             .iter()
@@ -488,8 +507,9 @@ impl Checked<'_> {
             let allowed = "false, as vmseal-rbd talks to `ceph` also without work";
             return self.refuse("steps.idle", steps.idle, allowed);
         }
+        let chosen = steps.small.disks.or(steps.full.disks);
         if let Some(other) = others
-            && (matrix.disks != [1] || matrix.delay_us != [0])
+            && (matrix.disks != [1] || matrix.delay_us != [0] || chosen.is_some())
         {
             let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`";
             return self.refuse("matrix.systems", other, allowed);
@@ -501,6 +521,8 @@ impl Checked<'_> {
             self.range(&format!("{key}.rounds"), extent.rounds, (1, VALUES_MAX as u32))?;
             self.range(&format!("{key}.seconds"), extent.seconds, (0.01, SECONDS_MAX))?;
             self.range(&format!("{key}.size_mib"), extent.size_mib, (16, 1 << 20))?;
+            self.range(&format!("{key}.disks"), extent.disks.unwrap_or(1), (1, MANY))?;
+            self.range(&format!("{key}.depth"), extent.depth.unwrap_or(1), (1, DEPTH_MAX))?;
         }
         Ok(())
     }
@@ -643,7 +665,7 @@ pub(super) mod tests {
         let good = include_str!("../../../../bench/experiments/h.toml");
         let parsed = parse(Path::new("h.toml"), good).unwrap();
         assert_eq!(parsed.redundancy(), Raid::ALL);
-        assert_eq!(parsed.axes()["redundancy"], [1, 6]);
+        assert_eq!(parsed.axes()[REDUNDANCY], ["raid1", "raid6"].map(AxisValue::from));
         let axis = "redundancy = [\"raid1\", \"raid6\"]";
         for (from, to, expected) in [
             (axis, "redundancy = [\"raid6\", \"raid6\"]", "raid6 is not allowed: each value once"),
@@ -654,14 +676,14 @@ pub(super) mod tests {
             ),
             ("storage = \"ceph\"", "storage = \"memory\"", "raid1 is not allowed: only on `ceph`"),
             (
-                "beside = { redundancy = 1 }",
-                "beside = { redundancy = 5 }",
-                "beside.redundancy: 5 is not allowed: a value of matrix.redundancy",
+                "beside = { redundancy = \"raid1\" }",
+                "beside = { redundancy = \"raid5\" }",
+                "beside.redundancy: raid5 is not allowed: a value of matrix.redundancy",
             ),
             (
                 "denominator = \"vmseal-encrypted\"\n",
                 "",
-                "claim.checks.beside.redundancy: 1 is not allowed: with a denominator",
+                "claim.checks.beside.redundancy: raid1 is not allowed: with a denominator",
             ),
         ] {
             let found = refused_of(good, from, to);

@@ -33,7 +33,7 @@ use self::line::Line;
 use self::moved::Moved;
 use self::redis::RedisGuest;
 use crate::claim::Place;
-use crate::definition::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::definition::{AxisValue, MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
 use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
@@ -97,7 +97,7 @@ pub(crate) fn run(
     let known = MIGRATION_SYSTEMS.into_iter();
     let order = Order {
         systems: known.filter(|id| matrix.systems.iter().any(|it| it == id)).collect(),
-        workloads: tasks.iter().map(|task| task.workload).collect(),
+        workloads: tasks.iter().map(|task| vec![task.workload]).collect(),
         rounds: choice.rounds.unwrap_or(rounds.rounds),
         places: 1,
     };
@@ -160,10 +160,11 @@ fn tasks(id: &str, matrix: &MigrationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<P
             let guest = Guest { size_mib, changes_mib, repeats };
             let round_trip = Duration::from_micros(rtt_us);
             tasks.push(Task { workload, guest, mix, disk_mib, line_mbit, round_trip });
-            let axes = axes.iter().map(|(axis, ..)| *axis).zip(point);
+            let axes = axes.iter().map(|(axis, ..)| *axis).zip(point.map(AxisValue::from));
             places.push(Place {
                 axes: axes.collect::<BTreeMap<_, _>>(),
                 workloads: vec![(workload, None)],
+                loads: Vec::new(),
             });
         }
     }
@@ -489,11 +490,9 @@ mod tests {
         ];
         assert_eq!(names, expected);
         let last = places.last().unwrap();
-        let axis = |name| last.axes.get(name).copied();
-        assert_eq!(
-            (axis("size_mib"), axis("changes_mib"), axis("line_mbit")),
-            (Some(64), Some(5), Some(1000))
-        );
+        for (axis, value) in [("size_mib", 64), ("changes_mib", 5), ("line_mbit", 1000)] {
+            assert_eq!(last.axes.get(axis), Some(&AxisValue::Number(value)), "{axis}");
+        }
         assert_eq!(last.workloads, [(expected[3], None)]);
 
         let mixes = vec![Mix::Idle, Mix::Gets(75)];

@@ -22,7 +22,7 @@ use serde_json::Value;
 use vmseal_api::datastore::RbdPool;
 
 use crate::claim::Place;
-use crate::definition::{OPERATION_SYSTEMS, Operation, OperationMatrix, OperationSteps};
+use crate::definition::{AxisValue, OPERATION_SYSTEMS, Operation, OperationMatrix, OperationSteps};
 use crate::installation::{Installation, LOCAL};
 pub use crate::outcome::OperationError;
 use crate::outcome::{Cell, ExperimentError, Outcome, Progress, Sample};
@@ -94,7 +94,7 @@ pub(crate) fn run(
     let (tasks, places) = tasks(prefix, matrix, sizes);
     let order = Order {
         systems: OPERATION_SYSTEMS.to_vec(),
-        workloads: tasks.iter().map(|task| task.workload).collect(),
+        workloads: tasks.iter().map(|task| vec![task.workload]).collect(),
         rounds: choice.rounds.unwrap_or(rounds.rounds),
         places: 1,
     };
@@ -159,10 +159,14 @@ fn tasks(prefix: &str, matrix: &OperationMatrix, sizes: &[u64]) -> (Vec<Task>, V
                 at_once,
             };
             let here: Vec<Task> = matrix.operations.iter().map(task).collect();
-            let axes = BTreeMap::from([("size_mib", size_mib), ("at_once", u64::from(at_once))]);
+            let axes = BTreeMap::from([
+                ("size_mib", AxisValue::from(size_mib)),
+                ("at_once", AxisValue::from(u64::from(at_once))),
+            ]);
             places.push(Place {
                 axes,
                 workloads: here.iter().map(|it| (it.workload, Some(it.operation))).collect(),
+                loads: Vec::new(),
             });
             tasks.extend(here);
         }
