@@ -271,6 +271,7 @@ impl Home {
     }
 
     /// The memory that a snapshot keeps.
+    #[cfg(test)]
     #[must_use]
     pub fn snapshot_memory(&self, snapshot: SnapshotId) -> PathBuf {
         self.path.join(format!("{SNAPSHOT_MEMORY}{snapshot}"))
