@@ -143,9 +143,17 @@ impl Cluster {
 
     /// Reads an image.
     pub fn export(&self, image: &str) -> Vec<u8> {
+        self.export_if_there(image).unwrap_or_else(|| panic!("there is no image {image}"))
+    }
+
+    /// Reads an image; nothing if there is none of this name, or not any more.
+    pub fn export_if_there(&self, image: &str) -> Option<Vec<u8>> {
         let output = self.rbd(&["export", "--no-progress", image, "-"]);
+        if said(&output).contains("(2) No such file or directory") {
+            return None;
+        }
         assert!(output.status.success(), "{image}: {}", said(&output));
-        output.stdout
+        Some(output.stdout)
     }
 
     /// Finds that none of the cluster's keys is in what a program said.

@@ -32,14 +32,16 @@ fn started(here: &Installation, datastore: &str) -> Console {
 
 /// Finds that the pool's images are ciphertext: a LUKS2 header and what follows, or the layer of a snapshot above that.
 fn is_ciphertext(bench: &CephInstallation) {
-    let images = bench.images();
-    assert!(!images.is_empty(), "the pool has no image");
-    for image in images {
-        let content = bench.cluster.export(&image);
+    let mut looked_at = 0;
+    for image in bench.images() {
+        // What a task has replaced is removed once the last process has closed it.
+        let Some(content) = bench.cluster.export_if_there(&image) else { continue };
+        looked_at += 1;
         let begins = [&b"LUKS\xba\xbe"[..], b"QFI\xfb"];
         assert!(begins.iter().any(|it| content.starts_with(it)), "{image}");
         assert!(!contains(&content, MARKER), "{image}");
     }
+    assert!(looked_at > 0, "the pool has no image");
 }
 
 #[test]
