@@ -285,7 +285,7 @@ impl Copier {
         loop {
             let Some(chunk) = shared.chunks.next_marked(self.next) else {
                 self.next = 0;
-                // What it has copied is not what the copy lacks.
+                // The chunks of the former batch are not among those that the copy lacks.
                 self.finish_former();
                 self.let_go_ahead();
                 return Ok(Batch::Pass);

@@ -32,11 +32,11 @@ use vmseal_iofilter::layers;
 
 const SIZE: u64 = 8 << 20;
 
-fn chain(size: u64, disk: &MemDisk, filters: Vec<Box<dyn Filter>>) -> Chain {
+pub(super) fn chain(size: u64, disk: &MemDisk, filters: Vec<Box<dyn Filter>>) -> Chain {
     Chain::new(size, false, filters, disk.queue()).unwrap()
 }
 
-fn noise(size: u64) -> MemDisk {
+pub(super) fn noise(size: u64) -> MemDisk {
     let disk = MemDisk::new(size as usize);
     let mut random = fastrand::Rng::with_seed(7);
     let mut bytes = vec![0; size as usize];

@@ -3,6 +3,7 @@
 
 mod killed;
 mod mirror;
+mod overlap;
 mod rig;
 mod troubles;
 

@@ -3,15 +3,16 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vmseal_api::filter::{FilterSpec, ReplicaStatus};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::layers;
 use vmseal_iofilter::layers::leg::LegChain;
 use vmseal_iofilter::layers::replicate::Replicate;
-use vmseal_iofilter::layers::replicate::copier::Copier;
+use vmseal_iofilter::layers::replicate::copier::{BatchLimits, Copier};
 use vmseal_iofilter::layers::replicate::format::{Geometry, Image};
+use vmseal_iofilter::layers::replicate::pipe::DEPTH as PIECES;
 use vmseal_iofilter::stack::chain::{Chain, Filter, Io, Limits, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
@@ -100,7 +101,15 @@ impl Rig {
         };
         let source = meddler(filters(&self.faults.source), self.source.queue());
         let replica = meddler(filters(&self.faults.replica), self.replica.queue());
-        let copier = Copier::new(&replicate, source, None, LegChain::new(replica));
+        let leg = LegChain::new(replica);
+        let copier = if self.random.bool() {
+            Copier::new(&replicate, source, None, leg)
+        } else {
+            // As to a server elsewhere.
+            let (chunks, time) = (self.random.usize(1..4), Duration::MAX);
+            let limits = BatchLimits { bytes: u64::MAX, chunks, time, overlap: true };
+            Copier::in_batches(&replicate, source, None, leg, PIECES, limits)
+        };
         Guest { replicate, copier, asking, random: self.random.fork() }
     }
 
