@@ -94,7 +94,7 @@ impl<S> Joined<S> {
 
     fn of(&mut self, workload: &str) -> Option<&mut S> {
         let mut parts = self.0.iter_mut();
-        let found = parts.find(|(_, loads)| loads.iter().any(|it| *it == workload));
+        let found = parts.find(|(_, loads)| loads.contains(&workload));
         found.map(|(subject, _)| subject)
     }
 }

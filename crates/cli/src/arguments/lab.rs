@@ -12,7 +12,7 @@ pub enum Lab {
     #[command(subcommand)]
     Ceph(Ceph),
     /// Compare disks: vmseal encrypted and plain, QEMU's storage daemon, and nbdkit
-    Disk(vmseal_lab::BenchArguments),
+    Disk(Box<vmseal_lab::BenchArguments>),
     /// List the experiments that `vmseal lab run` has
     #[command(visible_alias = "ls")]
     List(Columns<Listed>),

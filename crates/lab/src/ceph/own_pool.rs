@@ -62,14 +62,14 @@ pub fn usable<'a>(directory: Option<&'a Path>, experiment: &str) -> Result<&'a P
     }
 }
 
+/// A redundancy that is not measured, and why.
+pub type LeftOut = (Raid, String);
+
 /// Those of the redundancies that the cluster has OSDs for, and the others, each with why it is not measured.
 ///
 /// # Errors
 /// There is no cluster, or its record cannot be read.
-pub fn fitting(
-    directory: &Path,
-    wanted: &[Raid],
-) -> Result<(Vec<Raid>, Vec<(Raid, String)>), CephError> {
+pub fn fitting(directory: &Path, wanted: &[Raid]) -> Result<(Vec<Raid>, Vec<LeftOut>), CephError> {
     let layout = Layout::find(directory)?;
     let Some(record) = Record::read(&layout)? else {
         return Err(CephError::NoCluster { directory: directory.to_owned() });

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{ARRIVING, Beside, CORE, Home, LEASE, MEMORY, SNAPSHOT_MEMORY, is_base};
+use super::{ARRIVING, Beside, CORE, Home, LEASE, MEMORY, is_base};
 use crate::storage::file_error::failed;
 
 impl Home {
@@ -274,7 +274,7 @@ impl Home {
     #[cfg(test)]
     #[must_use]
     pub fn snapshot_memory(&self, snapshot: SnapshotId) -> PathBuf {
-        self.path.join(format!("{SNAPSHOT_MEMORY}{snapshot}"))
+        self.beside(&Beside::SnapshotMemory(snapshot))
     }
 
     /// What takes its place with the copy of the disk that it is beside, or comes with that.
