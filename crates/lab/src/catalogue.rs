@@ -43,6 +43,7 @@ const FILES: &[(&str, &str)] = &files![
     "snapshot-pause",
     "ceph-client",
     "ceph-clients",
+    "ceph-snapshot",
     "operations",
     "encrypt",
     "backup",

@@ -468,7 +468,15 @@ impl<'a> Disks<'a> {
         let workload = self.plan.workloads.iter().find(|it| it.id == point.workload);
         let Some(workload) = workload else { return Ok(None) };
         let times = (self.plan.warm_up, self.plan.cell);
+        let daemons = self.plan.daemons();
+        let told = |error| tested.failed(workload, LoadError::Clock(error));
+        let storage = ProcessClock::of_all(daemons.iter().copied()).map_err(told)?;
+        let before = storage.read().map_err(told)?;
         let found = load.measure(&tested.place, workload, times, u64::from(point.round))?;
+        // It works while the load warms up, too: that part is taken off by its share of the time.
+        let measured = found.elapsed.as_secs_f64();
+        let storage = storage.read().map_err(told)?.saturating_sub(before);
+        let storage = storage.mul_f64(measured / (self.plan.warm_up.as_secs_f64() + measured));
         let (seconds, requests) = (found.elapsed.as_secs_f64(), found.requests as f64);
         let cell = Cell {
             round: point.round,
@@ -486,9 +494,9 @@ impl<'a> Disks<'a> {
             memory: f64::NAN,
             server_busy: found.cpu.as_secs_f64() / seconds,
             client_busy: 0.0,
-            others_busy: found.others.as_secs_f64() / seconds,
+            others_busy: found.others.saturating_sub(storage).as_secs_f64() / seconds,
             cpu_per_gib: None,
-            storage_cpu_per_io: None,
+            storage_cpu_per_io: (!daemons.is_empty()).then(|| storage.as_nanos() as f64 / requests),
             times: None,
             neighbour: None,
             served: None,

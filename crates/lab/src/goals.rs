@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::experiment::{Cell, Outcome, SATURATED};
 pub use crate::metric::Metric;
 use crate::statistics::Interval;
+use crate::systems::FIO;
 
 /// The longest goals file, in bytes: a hundred goals fit.
 const FILE_MAX: u64 = 64 * 1024;
@@ -241,7 +242,9 @@ pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
         Compare::Alone => alone,
     };
     let verdict = judged.as_ref().map_or(Verdict::NotMeasured, |judged| judge(goal, judged));
-    let undecided = verdict == Verdict::NotResolved && goal.compare == Compare::Ratio;
+    // The CPU time of a cell is that of its server: it says nothing of other storage, and fio's has its load generator in it.
+    let comparable = goal.beside.is_none() && goal.denominator.as_deref() != Some(FIO);
+    let undecided = verdict == Verdict::NotResolved && goal.compare == Compare::Ratio && comparable;
     let by_cpu_time =
         if undecided && goal.metric.is_a_rate() { by_cpu_time(goal, outcome) } else { None };
     let alone = alone.filter(|_| goal.compare == Compare::Alone);

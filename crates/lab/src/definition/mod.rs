@@ -529,7 +529,7 @@ impl Checked<'_> {
 
     /// What has disks on Ceph, and what has them there alone.
     fn of_librbd(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
-        let of_both = ["vmseal-encrypted", "vmseal-plain"];
+        let of_both = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-snapshot"];
         let is_librbd = |id: &str| LIBRBD_SYSTEMS.contains(&id);
         let on_ceph = steps.storage == Storage::Ceph;
         let has_none = |id: &&String| {

@@ -215,7 +215,6 @@ struct Job {
 
 #[derive(Deserialize)]
 struct Side {
-    total_ios: u64,
     /// In milliseconds.
     runtime: u64,
     lat_ns: Latencies,
@@ -248,16 +247,16 @@ fn parse(text: &str, direction: Direction) -> Result<(u64, Duration, Histogram<u
         Direction::Write => &[&job.write],
         Direction::Mixed(_) => &[&job.read, &job.write],
     };
-    let requests = sides.iter().map(|side| side.total_ios).sum();
     let runtime = sides.iter().map(|side| side.runtime).max().unwrap_or_default();
     let mut latency = load::latencies();
     for (nanoseconds, count) in sides.iter().flat_map(|side| &side.lat_ns.bins) {
         latency.saturating_record_n(*nanoseconds, *count);
     }
-    if requests == 0 || runtime == 0 || latency.is_empty() {
+    if runtime == 0 || latency.is_empty() {
         return Err("no request ended within the measured time".to_owned());
     }
-    Ok((requests, Duration::from_millis(runtime), latency))
+    // `total_ios` counts what was begun in the measured time, which goes on until all of it has ended.
+    Ok((latency.len(), Duration::from_millis(runtime), latency))
 }
 
 #[cfg(test)]
@@ -276,12 +275,12 @@ mod tests {
     };
 
     /// As fio 3.33 prints it, without what is not used.
-    fn printed(error: i32, requests: u64) -> String {
+    fn printed(error: i32, began: u64) -> String {
         format!(
             r#"note: something
 {{"fio version": "fio-3.33", "jobs": [{{"jobname": "load", "error": {error},
-"read": {{"total_ios": 0, "runtime": 0, "lat_ns": {{"min": 0, "N": 0}}}},
-"write": {{"total_ios": {requests}, "runtime": 2002, "iops": 1.5, "lat_ns":
+"read": {{"total_ios": 1, "runtime": 0, "lat_ns": {{"min": 0, "N": 0}}}},
+"write": {{"total_ios": {began}, "runtime": 2002, "iops": 1.5, "lat_ns":
     {{"min": 100, "N": 4, "percentile": {{"50.000000": 100}}, "bins": {{"1000": 3, "90000000000": 1}}}}}}
 }}]}}"#
         )
@@ -289,7 +288,8 @@ mod tests {
 
     #[test]
     fn results_are_those_of_the_load_s_direction() {
-        let (requests, elapsed, latency) = parse(&printed(0, 4), Direction::Write).unwrap();
+        // One more had ended than was begun meanwhile.
+        let (requests, elapsed, latency) = parse(&printed(0, 3), Direction::Write).unwrap();
         assert_eq!((requests, elapsed), (4, Duration::from_millis(2002)));
         assert_eq!((latency.len(), latency.value_at_quantile(0.5)), (4, 1003));
         // Above what is recorded, it is the highest that is.
@@ -303,9 +303,13 @@ mod tests {
     #[test]
     fn what_did_not_measure_is_no_result() {
         for (text, why) in [
-            (printed(0, 0), "no request ended"),
+            (
+                printed(0, 4)
+                    .replace("\"bins\": {\"1000\": 3, \"90000000000\": 1}", "\"bins\": {}"),
+                "no request ended",
+            ),
             (printed(5, 4), "a request failed: Input/output error"),
-            (printed(0, 4).replace("total_ios", "ios"), "not what fio 3.33 prints"),
+            (printed(0, 4).replace("runtime", "time"), "not what fio 3.33 prints"),
             (String::new(), "not what fio 3.33 prints"),
             (r#"{"jobs": []}"#.to_owned(), "of 0 loads"),
         ] {

@@ -195,8 +195,9 @@ impl System for Vmseal {
     }
 }
 
+/// Beside the disk's file, as layers of a VM's disk are.
 fn kept_path(place: &Place) -> PathBuf {
-    place.directory.join("kept")
+    place.disk().with_file_name("kept")
 }
 
 /// A key that protects only a test's pattern and is removed with the directory, so a file may contain it.

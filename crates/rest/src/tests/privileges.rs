@@ -62,6 +62,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ),
         ("POST", "/api/v1/datastores/{datastore}/hosts", ManageDatastores, r#"{"host": "none"}"#),
         ("DELETE", "/api/v1/datastores/{datastore}/hosts/{host}", ManageDatastores, ""),
+        ("POST", "/api/v1/datastores/{datastore}/hosts/{host}/remount", ManageDatastores, ""),
         ("GET", "/api/v1/datastores/{datastore}/scan", Read, ""),
         ("POST", "/api/v1/datastores/{datastore}/adopt", VmConfigure, "{}"),
         ("GET", "/api/v1/providers", Read, ""),
