@@ -17,7 +17,7 @@ use super::caller::{Caller, Privilege};
 use super::datastores::{find, shown};
 use super::{Outcome, Services};
 use crate::hosts::pool_keys;
-use crate::operation::Claim;
+use crate::operation::{Claim, Placed};
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 use crate::store::tasks::Task;
@@ -148,7 +148,8 @@ async fn is_about(
 ) -> Result<bool, Problem> {
     let claims = task.operation.claims();
     let is_there = |claim: &Claim| matches!(claim, Claim::Vm(vm) if vms_there.contains(vm));
-    if claims.iter().any(is_there) {
+    // A VM that comes to this host has its disks opened there before it is said to be there.
+    if claims.iter().any(is_there) || task.operation.places() == Some(Placed::On(on.host)) {
         return Ok(true);
     }
     if !task.operation.needs_datastore(datastore.id) {

@@ -9,7 +9,7 @@ use super::{agent_of, checked};
 use crate::hosts;
 use crate::hosts::keys::Purpose;
 use crate::store::disks::Disk;
-use crate::tasks::run::{Run, StepError, absent_is_fine, state_of, wrong_state};
+use crate::tasks::run::{Run, StepError, state_of, wrong_state};
 use crate::tasks::start_vm::locked;
 
 /// The disks of a VM that must be off, or suspended, on this host still.
@@ -50,7 +50,11 @@ pub(super) async fn give_up_memory(run: &Run<'_>, from: HostId) -> Result<(), St
         }
         done => done?,
     }
-    absent_is_fine(agent.discard_memory(run.vm_id).await)
+    match agent.discard_memory(run.vm_id).await {
+        // The agent has restarted since, and has to be told of the VM: without its memory removed its disks could not be.
+        Err(problem) if problem.code == ErrorCode::NotFound => Err(StepError::Again(problem)),
+        done => Ok(done?),
+    }
 }
 
 /// Whether its disks are at the other host, as the agent says that has sent them.
