@@ -409,33 +409,16 @@ impl<'a> Disks<'a> {
         let measured = computed_limit.measure(workload, self.plan.cell, load::latencies());
         pin(self.plan.cores.map(|cores| cores.client))?;
         let measured = measured?;
-        let (seconds, requests) = (measured.time.as_secs_f64(), measured.blocks as f64);
-        Ok(Some(Sample::Cell(
-            Box::new(Cell {
-                round,
-                system: computed_limit::ID.to_owned(),
-                workload: workload.id.to_owned(),
-                requests: measured.blocks,
-                seconds,
-                iops: requests / seconds,
-                throughput: requests * f64::from(workload.block) / seconds,
-                read_bytes: f64::NAN,
-                cpu_per_io: seconds * 1e9 / requests,
-                p50: measured.latency.value_at_quantile(0.5) as f64,
-                p99: measured.latency.value_at_quantile(0.99) as f64,
-                gap: f64::NAN,
-                memory: 0.0,
-                server_busy: 1.0,
-                client_busy: 0.0,
-                others_busy: 0.0,
-                cpu_per_gib: None,
-                storage_cpu_per_io: None,
-                times: None,
-                neighbour: None,
-                served: None,
-            }),
-            Some(measured.latency),
-        )))
+        // It does nothing else, so all of its time is CPU time.
+        let times = (measured.time, measured.time);
+        let cell = Cell {
+            memory: 0.0,
+            client_busy: 0.0,
+            others_busy: 0.0,
+            ..Cell::unmeasured(round, computed_limit::ID, workload.id)
+        };
+        let cell = cell.with_requests(workload.block, measured.blocks, times, &measured.latency);
+        Ok(Some(Sample::Cell(Box::new(cell), Some(measured.latency))))
     }
 
     /// The load of one cell: on one disk from this thread, on several from one thread each.
@@ -477,30 +460,15 @@ impl<'a> Disks<'a> {
         let measured = found.elapsed.as_secs_f64();
         let storage = storage.read().map_err(told)?.saturating_sub(before);
         let storage = storage.mul_f64(measured / (self.plan.warm_up.as_secs_f64() + measured));
-        let (seconds, requests) = (found.elapsed.as_secs_f64(), found.requests as f64);
+        let requests = found.requests as f64;
         let cell = Cell {
-            round: point.round,
-            system: point.system.to_owned(),
-            workload: workload.id.to_owned(),
-            requests: found.requests,
-            seconds,
-            iops: requests / seconds,
-            throughput: requests * f64::from(workload.block) / seconds,
-            read_bytes: f64::NAN,
-            cpu_per_io: found.cpu.as_nanos() as f64 / requests,
-            p50: found.latency.value_at_quantile(0.5) as f64,
-            p99: found.latency.value_at_quantile(0.99) as f64,
-            gap: f64::NAN,
-            memory: f64::NAN,
-            server_busy: found.cpu.as_secs_f64() / seconds,
             client_busy: 0.0,
-            others_busy: found.others.saturating_sub(storage).as_secs_f64() / seconds,
-            cpu_per_gib: None,
+            others_busy: found.others.saturating_sub(storage).as_secs_f64() / measured,
             storage_cpu_per_io: (!daemons.is_empty()).then(|| storage.as_nanos() as f64 / requests),
-            times: None,
-            neighbour: None,
-            served: None,
+            ..Cell::unmeasured(point.round, point.system, workload.id)
         };
+        let times = (found.elapsed, found.cpu);
+        let cell = cell.with_requests(workload.block, found.requests, times, &found.latency);
         Ok(Some(Sample::Cell(Box::new(cell), Some(found.latency))))
     }
 
@@ -535,20 +503,8 @@ impl<'a> Disks<'a> {
         let requests = measured.requests as f64;
         let share = |time: Duration| time.as_secs_f64() / seconds;
         let cell = Cell {
-            round,
-            system: tested.system.id().to_owned(),
-            workload: workload.id.to_owned(),
-            requests: measured.requests,
-            seconds,
-            iops: requests / seconds,
-            throughput: requests * f64::from(workload.block) / seconds,
-            read_bytes: f64::NAN,
-            cpu_per_io: measured.server.as_nanos() as f64 / requests,
-            p50: measured.latency.value_at_quantile(0.5) as f64,
-            p99: measured.latency.value_at_quantile(0.99) as f64,
             gap: measured.gaps.longest(acted).as_nanos() as f64,
             memory: clock::own_memory(server.pid()).map_err(LoadError::Clock)? as f64,
-            server_busy: share(measured.server),
             // Neighbours are threads of the client's process. They ran during the warm-up, too.
             client_busy: share(measured.client.saturating_sub(neighbour.map_or_else(
                 Duration::default,
@@ -557,13 +513,14 @@ impl<'a> Disks<'a> {
                 },
             ))),
             others_busy: share(measured.others),
-            cpu_per_gib: None,
             storage_cpu_per_io: (!self.plan.daemons().is_empty())
                 .then(|| measured.storage.as_nanos() as f64 / requests),
             times: Times::of(&measured.apart),
             neighbour: neighbour.map(|work| work.rate),
-            served: None,
+            ..Cell::unmeasured(round, tested.system.id(), workload.id)
         };
+        let times = (measured.elapsed, measured.server);
+        let cell = cell.with_requests(workload.block, measured.requests, times, &measured.latency);
         Ok(Sample::Cell(Box::new(cell), Some(measured.latency)))
     }
 }

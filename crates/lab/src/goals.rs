@@ -329,14 +329,10 @@ pub(crate) mod tests {
 
     pub(crate) fn cell(round: u32, system: &str, workload: &str, iops: f64) -> Cell {
         Cell {
-            round,
-            system: system.to_owned(),
-            workload: workload.to_owned(),
             requests: iops as u64,
             seconds: 1.0,
             iops,
             throughput: iops * 4096.0,
-            read_bytes: f64::NAN,
             cpu_per_io: 1e9 / iops,
             p50: 1e9 / iops,
             p99: 2e9 / iops,
@@ -345,11 +341,7 @@ pub(crate) mod tests {
             server_busy: 1.0,
             client_busy: 0.5,
             others_busy: 0.0,
-            cpu_per_gib: None,
-            storage_cpu_per_io: None,
-            times: None,
-            neighbour: None,
-            served: None,
+            ..Cell::unmeasured(round, system, workload)
         }
     }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -75,6 +76,58 @@ pub struct Cell {
     /// What a guest answered that moved, where a client asked it something.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub served: Option<Served>,
+}
+
+impl Cell {
+    /// A cell of which nothing is measured yet. What stays so is not a number, so that no goal can be met by it.
+    #[must_use]
+    pub fn unmeasured(round: u32, system: &str, workload: &str) -> Self {
+        Self {
+            round,
+            system: system.to_owned(),
+            workload: workload.to_owned(),
+            requests: 0,
+            seconds: f64::NAN,
+            iops: f64::NAN,
+            throughput: f64::NAN,
+            read_bytes: f64::NAN,
+            cpu_per_io: f64::NAN,
+            p50: f64::NAN,
+            p99: f64::NAN,
+            gap: f64::NAN,
+            memory: f64::NAN,
+            server_busy: f64::NAN,
+            client_busy: f64::NAN,
+            others_busy: f64::NAN,
+            cpu_per_gib: None,
+            storage_cpu_per_io: None,
+            times: None,
+            neighbour: None,
+            served: None,
+        }
+    }
+
+    /// The requests of a load in a time, the server's CPU time meanwhile, and how long they took, in nanoseconds.
+    pub(crate) fn with_requests(
+        self,
+        block: u32,
+        requests: u64,
+        (elapsed, cpu): (Duration, Duration),
+        latency: &Histogram<u64>,
+    ) -> Self {
+        let (seconds, count) = (elapsed.as_secs_f64(), requests as f64);
+        Self {
+            requests,
+            seconds,
+            iops: count / seconds,
+            throughput: count * f64::from(block) / seconds,
+            cpu_per_io: cpu.as_nanos() as f64 / count,
+            p50: latency.value_at_quantile(0.5) as f64,
+            p99: latency.value_at_quantile(0.99) as f64,
+            server_busy: cpu.as_secs_f64() / seconds,
+            ..self
+        }
+    }
 }
 
 /// How long the requests of a load took.

@@ -59,27 +59,14 @@ fn cell(round: u32, system: &str, workload: &str, sample: &Sample) -> Cell {
     #[allow(clippy::cast_precision_loss)] // far below 2⁵²
     let count = sample.count as f64;
     Cell {
-        round,
-        system: system.to_owned(),
-        workload: workload.to_owned(),
         requests: sample.count,
         seconds: sample.seconds,
         iops: count / sample.seconds,
         throughput: count / sample.seconds,
-        read_bytes: f64::NAN,
         cpu_per_io: sample.cpu * 1e9 / count,
-        p50: f64::NAN,
-        p99: f64::NAN,
-        gap: f64::NAN,
-        memory: f64::NAN,
         server_busy: sample.cpu / sample.seconds,
         client_busy: sample.client_cpu / sample.seconds,
-        others_busy: f64::NAN,
-        cpu_per_gib: None,
-        storage_cpu_per_io: None,
-        times: None,
-        neighbour: None,
-        served: None,
+        ..Cell::unmeasured(round, system, workload)
     }
 }
 

@@ -170,16 +170,7 @@ mod tests {
     use super::*;
 
     fn pool() -> RbdPool {
-        RbdPool {
-            monitors: "v2:127.0.0.1:17300/0".to_owned(),
-            user: "client.one".to_owned(),
-            keyring: Some("/x/keyring".into()),
-            pool: "some".to_owned(),
-            namespace: None,
-            data_pool: None,
-            messenger: Messenger::Crc,
-            create: None,
-        }
+        RbdPool { messenger: Messenger::Crc, ..crate::ceph::client::tests::pool() }
     }
 
     #[test]

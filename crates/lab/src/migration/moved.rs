@@ -25,32 +25,18 @@ pub(super) struct Moved {
 }
 
 impl Moved {
-    /// As the goals take it. What does not apply is not a number, so that no goal can be met by it.
+    /// As the goals take it.
     pub fn cell(&self, point: &Point) -> Cell {
         Cell {
-            round: point.round,
-            system: point.system.to_owned(),
-            workload: point.workload.to_owned(),
             requests: 1,
             seconds: self.seconds,
-            iops: f64::NAN,
             throughput: self.spent.rate(),
-            read_bytes: f64::NAN,
-            cpu_per_io: f64::NAN,
-            p50: f64::NAN,
-            p99: f64::NAN,
             gap: self.gap.as_nanos() as f64,
-            memory: f64::NAN,
-            server_busy: f64::NAN,
-            client_busy: f64::NAN,
-            others_busy: f64::NAN,
             // With a client a part of it is for what it asks.
             cpu_per_gib: (self.served.is_none())
                 .then(|| self.spent.cpu.as_nanos() as f64 * GIB / self.sent as f64),
-            storage_cpu_per_io: None,
-            times: None,
-            neighbour: None,
             served: self.served.clone(),
+            ..Cell::unmeasured(point.round, point.system, point.workload)
         }
     }
 }

@@ -438,7 +438,7 @@ fn copy(here: &Installation, task: &Task) -> Result<f64, OperationError> {
     Ok(seconds)
 }
 
-/// A measurement as the goals take it. What does not apply is not a number, so that no goal can be met by it.
+/// A measurement as the goals take it.
 fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
     let bytes = match task.operation {
         Operation::Encrypt | Operation::Clone => {
@@ -447,27 +447,10 @@ fn cell(point: &Point, task: &Task, seconds: f64) -> Cell {
         _ => f64::NAN,
     };
     Cell {
-        round: point.round,
-        system: point.system.to_owned(),
-        workload: point.workload.to_owned(),
         requests: 1,
         seconds,
-        iops: f64::NAN,
         throughput: bytes / seconds,
-        read_bytes: f64::NAN,
-        cpu_per_io: f64::NAN,
-        p50: f64::NAN,
-        p99: f64::NAN,
-        gap: f64::NAN,
-        memory: f64::NAN,
-        server_busy: f64::NAN,
-        client_busy: f64::NAN,
-        others_busy: f64::NAN,
-        cpu_per_gib: None,
-        storage_cpu_per_io: None,
-        times: None,
-        neighbour: None,
-        served: None,
+        ..Cell::unmeasured(point.round, point.system, point.workload)
     }
 }
 
