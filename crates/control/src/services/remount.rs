@@ -1,7 +1,7 @@
 //! A pool of Ceph that a host mounts anew, with the key of now: another process serves it, and guests stand still meanwhile.
 //!
-//! Nothing of it is kept between requests: whoever dies meanwhile leaves the pool mounted with either key, or not mounted until something of
-//! it is needed, and the request may be made again.
+//! The server records nothing about a remount. If server or agent dies meanwhile, the host has the pool mounted with the old key or with the
+//! new one, or has it not mounted; the agent mounts it when a disk there is needed, and an operator may repeat the request.
 
 use std::collections::BTreeSet;
 

@@ -530,8 +530,11 @@ pub async fn delete(
 ) -> Result<Outcome<model::Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     let (vm, _) = find(services, name).await?;
+    // What is left of a VM that went away may have its memory still: that goes with it.
+    let is_left = |power| power == Power::Suspended && vm.lifecycle == Lifecycle::Deleting;
     if let Some(power) = power(services, &vm).await?
         && power != Power::Off
+        && !is_left(power)
     {
         if power == Power::Suspended {
             return Err(super::saved_memory::refusal(&vm));

@@ -92,6 +92,10 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     register(run).await?;
+    if let Operation::DeleteVm { was: Lifecycle::Deleting, .. } = run.task.operation {
+        // It went to another control plane: with its memory it would be suspended here, and keep its disks.
+        absent_is_fine(agent.discard_memory(vm.id).await)?;
+    }
     delete_dumps(run, &vm, &*agent).await?;
     for disk in run.disks().await? {
         if disk.detached {

@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::datastore::{MountedKey, SetDatastoreKey};
+use vmseal_api::id::HostId;
 use vmseal_api::request::{MoveVm, ShareDatastore};
 use vmseal_secret::sealed_box::Recipient;
 
@@ -21,6 +22,7 @@ struct Bench {
     services: Services,
     me: Caller,
     there: SimulatedHost,
+    there_id: HostId,
 }
 
 impl Bench {
@@ -28,12 +30,12 @@ impl Bench {
         let fixture = Fixture::new().await;
         let services = fixture.services(Recipient::generate().unwrap());
         let me = Caller::administrator("me");
-        let (_, there) = fixture.add_host("there").await;
+        let (there_id, there) = fixture.add_host("there").await;
         let add = request(Some(sealed(&services, "ceph", &a_key(0x5a))));
         service::add(&services, &me, add, false).await.unwrap();
         let with = ShareDatastore { host: "there".to_owned(), location: None };
         sharing::share(&services, &me, "ceph", with, false).await.unwrap();
-        Self { fixture, services, me, there }
+        Self { fixture, services, me, there, there_id }
     }
 
     async fn change_key(&self) {
@@ -150,6 +152,30 @@ async fn guests_that_wait_are_named_and_tasks_that_would_break_are_waited_for() 
     bench.remount("here", false).await.unwrap();
     fixture.assert_runs(vm).await;
 
+    // Where a VM comes to, its disks are opened before it is there.
+    fixture.agent.set_work(LONG);
+    let migrate = Operation::MigrateVm {
+        vm,
+        from: fixture.host,
+        to: bench.there_id,
+        encrypted: true,
+        datastore: None,
+        downtime_milliseconds: None,
+        compresses: false,
+    };
+    let task = fixture.begin(migrate, "web").await;
+    fixture
+        .eventually("it is on its way", async || {
+            is_at_work(&fixture.task(task).await).then_some(())
+        })
+        .await;
+    for host in ["here", "there"] {
+        let refused = bench.remount(host, false).await.map(drop).unwrap_err();
+        assert!(refused.detail.contains(&task.to_string()), "{host}: {refused}");
+    }
+    fixture.ends_well(task).await;
+    fixture.agent.set_work(Duration::ZERO);
+
     let exposed = exposures::Exposed {
         id: uuid::Uuid::new_v4(),
         vm: "web".to_owned(),
@@ -159,7 +185,7 @@ async fn guests_that_wait_are_named_and_tasks_that_would_break_are_waited_for() 
     let mut write = fixture.store.write().await.unwrap();
     exposures::insert(&mut write, &exposed).await.unwrap();
     write.commit().await.unwrap();
-    let refused = bench.remount("here", false).await.map(drop).unwrap_err();
+    let refused = bench.remount("there", false).await.map(drop).unwrap_err();
     assert_eq!(refused.code, ErrorCode::InUse);
     assert!(refused.detail.contains("exposed by 'me'"), "{refused}");
 }

@@ -1,5 +1,5 @@
-//! What is asked of a VM that is off or suspended, and of the other control plane, before it goes there. Its disks are sent, and the
-//! memory of the guest of one that is suspended.
+//! The checks before a VM that is off or suspended goes to another control plane: of the VM, of its host, and of the other control plane.
+//! The host sends the VM's disks, and its memory if it is suspended.
 
 use vmseal_api::host::DiskRole;
 use vmseal_api::host::version::{MIGRATE_AT_REST, MIGRATE_SUSPENDED};

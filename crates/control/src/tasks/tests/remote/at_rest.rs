@@ -7,6 +7,7 @@ use vmseal_api::remote::ARRIVALS_SUSPENDED;
 
 use super::with_snapshots::{Known, assert_kept, assert_own_memory, prepared};
 use super::*;
+use crate::services::vms;
 use crate::store::memory_generations;
 
 /// A VM that is off at the first control plane, and how that has its snapshots.
@@ -190,7 +191,7 @@ async fn the_destination_s_agent_may_be_killed_at_the_commit() {
     }
 }
 
-/// What is given up at the source is given up again where its agent restarts: the VM is at the other control plane.
+/// If the source's agent restarts while it removes memory and disks, the task removes them again: the other control plane has the VM.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_source_s_agent_may_be_killed_while_it_gives_up_the_memory() {
     for call in [Call::CommitJob, Call::DiscardMemory, Call::DeleteDisk] {
@@ -204,6 +205,33 @@ async fn the_source_s_agent_may_be_killed_while_it_gives_up_the_memory() {
             two.assert_at_one(Power::Suspended, &before, true, &what).await;
         }
     }
+}
+
+/// An agent that has restarted after the commit does not know the VM, and is told of it: its memory is removed all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_agent_that_does_not_know_the_vm_removes_its_memory_once_it_is_told_of_it() {
+    let (two, before) = suspended().await;
+    two.west.agent.inject(Call::DiscardMemory, 1, HostFault::Refuse(ErrorCode::NotFound));
+    let (task, arrival) = two.begin().await;
+    two.west.ends_well(task).await;
+    two.east.ends_well(arrival).await;
+    two.assert_at_one(Power::Suspended, &before, true, "told again").await;
+}
+
+/// The memory cannot be removed at the source: what is left there can be deleted, though it is suspended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_left_of_a_suspended_vm_that_went_away_can_be_deleted() {
+    let (two, before) = suspended().await;
+    let me = Caller::administrator("me");
+    let refused = vms::delete(&two.services(), &me, "web", false).await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("is suspended, and its memory is saved"), "{refused}");
+    two.west.agent.inject(Call::DiscardMemory, 1, HostFault::Refuse(ErrorCode::Internal));
+    let (task, arrival) = two.begin().await;
+    let ended = two.west.ended(task).await;
+    assert_ne!(ended.state, TaskState::Done, "its memory was removed");
+    two.east.ends_well(arrival).await;
+    vms::delete(&two.services(), &me, "web", false).await.map(drop).unwrap();
+    two.assert_at_one(Power::Suspended, &before, true, "it is deleted").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
