@@ -316,22 +316,26 @@ fn qemu_loads_the_memory_where_the_agent_is_not_to_place_it() {
 /// QEMU answers nothing while it sends the rest of the memory: on a slow line for longer than its monitor's commands may take else.
 #[test]
 fn a_guest_may_stand_still_for_as_long_as_it_is_allowed_to() {
-    // It stands still for about half a minute, so not in each run.
+    // It takes minutes, so not in each run.
     if std::env::var_os("VMSEAL_ALL").is_none() {
         return;
     }
     let (here, mut console) = started("encrypted");
     stop_counting(&mut console);
-    // What is left in the end is not empty.
-    let fill = "dd if=/dev/urandom of=/filled bs=1M count=80 2>/dev/null; echo FILLED-$((6 * 7))";
-    run(&mut console, fill, "FILLED-42").unwrap();
+    // What is left in the end is at least this: it changes all the time.
+    let change = "until [ -e /enough ]; do dd if=/dev/urandom of=/changed bs=1M count=40 conv=notrunc 2>/dev/null; done";
+    run(&mut console, &format!("({change}) & echo CHANGES-$((6 * 7))"), "CHANGES-42").unwrap();
     count(&mut console);
     drop(console);
-    let slowly = ["vm", "migrate", VM, THERE, "--rate", "2MiB", "--downtime", "40s"];
+    let slowly = ["vm", "migrate", VM, THERE, "--rate", "1MiB", "--downtime", "60s"];
     let task = here.json(&slowly).unwrap();
     let stood_still = task["migrated"]["downtime_milliseconds"].as_u64().unwrap();
     // Longer than a command may take (`COMMAND_TIMEOUT` of QMP).
     assert!(stood_still > 20_000, "{task:#}");
     assert_eq!(only_host(&here), THERE);
+    // It leaves the guest's processor to what is read now.
+    let mut console = here.console(VM).unwrap();
+    run(&mut console, "touch /enough; echo ENOUGH-$((6 * 7))", "ENOUGH-42").unwrap();
+    drop(console);
     has_lost_nothing(&here);
 }
