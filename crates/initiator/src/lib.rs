@@ -31,9 +31,9 @@ pub use self::vhost_user::VhostUser;
 pub const DEPTH_MAX: u16 = 1024 / 3;
 /// The largest request, in bytes.
 pub const BLOCK_MAX: u32 = 4 << 20;
-/// How long the server may complete nothing before it counts as stuck; well above the delays of a busy
-/// machine, well below the time that a user waits for the result.
-pub const STALL: Duration = Duration::from_secs(10);
+/// How long the server may complete nothing before it counts as stuck: as long as a guest waits for its disk. A cluster whose OSDs share a
+/// busy disk takes more than ten seconds at times.
+pub const STALL: Duration = Duration::from_secs(30);
 
 /// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -202,7 +202,15 @@ mod tests {
         let sleep = |name: &str| {
             let program = directory.path().join(name);
             std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
-            Command::new(program).arg("1000").spawn().unwrap()
+            let child = Command::new(program).arg("1000").spawn().unwrap();
+            // A spawn may return before the new program has its name.
+            let comm = format!("/proc/{}/comm", child.id());
+            let give_up = Instant::now() + TRIAL_TIMEOUT;
+            while std::fs::read_to_string(&comm).unwrap().trim_end() != name {
+                assert!(Instant::now() < give_up, "{name} is not called so");
+                std::thread::sleep(TRIAL_INTERVAL);
+            }
+            child
         };
         let place = Path::new("/srv/ceph");
         let mut other = sleep("other");
