@@ -164,7 +164,23 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     };
     for turn in turns {
         let mut reached = false;
+        let mut added_in = None;
         for operation in operations(&to, &files) {
+            match operation[..2] {
+                ["disk" | "nic", "add"] => added_in = guest.as_ref().map(|guest| guest.life),
+                // What a guest was started with is unplugged while it is off.
+                ["disk" | "nic", "remove"]
+                    if guest.as_ref().map(|guest| guest.life) != added_in =>
+                {
+                    without_holding(&held, || {
+                        here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+                        here.vmseal(&operation).unwrap();
+                        guest = guest.take().map(|guest| started_again(&here, guest));
+                    });
+                    continue;
+                }
+                _ => {}
+            }
             if turn.is_none() && !random.bool() {
                 without_holding(&held, || here.vmseal(&operation).unwrap());
                 continue;
