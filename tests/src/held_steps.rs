@@ -156,6 +156,27 @@ fn next(
     }
 }
 
+/// The endings of what works on a disk, or has half made it: files and directories that are beside a disk for as long as its task.
+const HALF_MADE: [&str; 11] = [
+    "creating",
+    "importing",
+    "copy",
+    "source",
+    "mirror",
+    "mirror-map",
+    "copy-tpm",
+    "source-tpm",
+    "converting",
+    "in-place-header",
+    "in-place-journal",
+];
+
+/// Whether a file is one that no task leaves that has ended as done, failed or undone.
+#[must_use]
+pub fn half_made(file: &Path) -> bool {
+    file.extension().is_some_and(|it| HALF_MADE.iter().any(|ending| it == *ending))
+}
+
 /// Lets every step of all tasks go on meanwhile that are held in a directory.
 pub fn without_holding<T>(directory: &Path, work: impl FnOnce() -> T) -> T {
     std::thread::scope(|scope| {
