@@ -3,7 +3,7 @@
 # Firmware loads it from the disk's first sector. It reads the second sector, adds one to the number
 # there, writes it back, flushes nothing (firmware cannot), and prints "VMSEAL-COUNT <8 hex digits>" on
 # the serial line. Then it answers what is typed there: p powers off (ACPI S5, as QEMU's q35 has it at
-# port 0x604), r counts again, anything else is echoed.
+# port 0x604), c reports a panic (pvpanic), r counts again, anything else is echoed.
 #
 #   as --32 counter.S -o counter.o && ld -m elf_i386 -Ttext 0x7c00 --oformat binary counter.o -o counter.bin
 
@@ -65,6 +65,8 @@ typed:
     je      count
     cmpb    $'p', %al
     je      off
+    cmpb    $'c', %al
+    je      panic
     call    put
     jmp     wait
 
@@ -72,6 +74,12 @@ off:
     movw    $0x604, %dx
     movw    $0x2000, %ax
     outw    %ax, %dx
+    jmp     wait
+
+panic:                              # the port of pvpanic: the guest has panicked
+    movw    $0x505, %dx
+    movb    $1, %al
+    outb    %al, %dx
     jmp     wait
 
 disk:                               # ah: what to do with the sector in `packet`

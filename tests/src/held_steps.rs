@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Output;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use crate::eventually;
 use crate::installation::Installation;
 use crate::kills::Victim;
 use crate::two_hosts::QEMU;
@@ -52,34 +53,90 @@ pub fn killed_at(
     victim: Victim,
     moment: usize,
 ) -> Ended {
+    eprintln!("{command:?}");
+    let task = begun(here, command);
+    killed_in(here, directory, (vm, &task), (victim, moment), |_| {})
+}
+
+/// Begins a task by a command; its id.
+#[must_use]
+pub fn begun(here: &Installation, command: &[&str]) -> String {
     let task = here.json(&[command, &["--no-wait"]].concat()).unwrap();
-    let task = task["id"].as_str().unwrap().to_owned();
-    let file = directory.join(&task);
-    let (mut at, mut seen, mut guest_died) = (None, 0, false);
-    while let Some(step) = next(here, &file, &task) {
-        let is_now = seen == moment;
-        seen += 1;
-        if is_now {
-            eprintln!("{command:?}: {victim:?} is killed at '{}'", step.trim());
-            at = Some(step.trim().to_owned());
-            guest_died = matches!(victim, Victim::Qemu | Victim::Machine)
-                && !here.processes_of(vm, QEMU).unwrap().is_empty();
-            if let Victim::Server | Victim::Machine = victim {
-                // Before the file is removed: the server would go on.
-                victim.end(here, vm);
-                std::fs::remove_file(&file).unwrap();
-                victim.begin_again(here);
-                continue;
-            }
-            victim.kill(here, vm);
+    task["id"].as_str().unwrap().to_owned()
+}
+
+/// The id of the task of a kind that has not ended, as soon as there is one: of one that no command names.
+#[must_use]
+pub fn open_task(here: &Installation, kind: &str) -> String {
+    let found = || {
+        let tasks = here.json(&["task", "list"]).ok()?;
+        let mut tasks = tasks.as_array()?.iter();
+        let open = tasks.find(|task| task["kind"] == kind && task["ended"].is_null())?;
+        open["id"].as_str().map(str::to_owned)
+    };
+    eventually(&format!("a task {kind}"), found).unwrap()
+}
+
+/// The same as [`killed_at`], of a task that has begun. `meanwhile` is done again and again while the task works on a step: what its
+/// guest has to do for it.
+pub fn killed_in(
+    here: &mut Installation,
+    directory: &Path,
+    (vm, task): (&str, &str),
+    (victim, moment): (Victim, usize),
+    meanwhile: impl FnMut(&Installation),
+) -> Ended {
+    let mut guest_died = false;
+    let (at, output) = dying_at(here, directory, (task, moment), meanwhile, |here, file| {
+        eprintln!("{victim:?} is killed");
+        guest_died = matches!(victim, Victim::Qemu | Victim::Machine)
+            && here.processes_of(vm, QEMU).is_ok_and(|found| !found.is_empty());
+        victim.end(here, vm);
+        if let Victim::Server | Victim::Machine = victim {
+            // The next server would hold the step again, and its file is the same.
+            std::fs::remove_file(file).unwrap();
         }
-        std::fs::remove_file(&file).unwrap();
+        victim.begin_again(here);
+    });
+    Ended { at, guest_died, output }
+}
+
+/// Waits until a task has ended, and has something `die` at this moment of it, which is given the file that holds the step: it removes
+/// that before it starts a server. Returns the step, and what `vmseal task wait` says.
+pub fn dying_at(
+    here: &mut Installation,
+    directory: &Path,
+    (task, moment): (&str, usize),
+    mut meanwhile: impl FnMut(&Installation),
+    die: impl FnOnce(&mut Installation, &Path),
+) -> (Option<String>, Output) {
+    let file = directory.join(task);
+    let (mut at, mut seen, mut die) = (None, 0, Some(die));
+    while let Some(step) = next(here, &file, task, &mut meanwhile) {
+        let dies = if seen == moment { die.take() } else { None };
+        seen += 1;
+        let Some(die) = dies else {
+            std::fs::remove_file(&file).unwrap();
+            continue;
+        };
+        eprintln!("task {task} is at '{}'", step.trim());
+        at = Some(step.trim().to_owned());
+        let held = here.server_process();
+        die(here, &file);
+        if here.server_process() == held {
+            std::fs::remove_file(&file).unwrap();
+        }
     }
-    Ended { at, guest_died, output: here.try_vmseal(&["task", "wait", &task]).unwrap() }
+    (at, here.try_vmseal(&["task", "wait", task]).unwrap())
 }
 
 /// The step at which a task is held next; none when it has ended.
-fn next(here: &Installation, file: &PathBuf, task: &str) -> Option<String> {
+fn next(
+    here: &Installation,
+    file: &Path,
+    task: &str,
+    mut meanwhile: impl FnMut(&Installation),
+) -> Option<String> {
     let began = Instant::now();
     let mut looked = Instant::now();
     loop {
@@ -92,10 +149,32 @@ fn next(here: &Installation, file: &PathBuf, task: &str) -> Option<String> {
             if shown.is_ok_and(|shown| !shown["ended"].is_null()) {
                 return None;
             }
+            meanwhile(here);
         }
         assert!(began.elapsed() < STEP_MAX, "task {task} is at a step for ever");
         sleep(INTERVAL);
     }
+}
+
+/// The endings of what works on a disk, or has half made it: files and directories that are beside a disk for as long as its task.
+const HALF_MADE: [&str; 11] = [
+    "creating",
+    "importing",
+    "copy",
+    "source",
+    "mirror",
+    "mirror-map",
+    "copy-tpm",
+    "source-tpm",
+    "converting",
+    "in-place-header",
+    "in-place-journal",
+];
+
+/// Whether a file is one that no task leaves that has ended as done, failed or undone.
+#[must_use]
+pub fn half_made(file: &Path) -> bool {
+    file.extension().is_some_and(|it| HALF_MADE.iter().any(|ending| it == *ending))
 }
 
 /// Lets every step of all tasks go on meanwhile that are held in a directory.

@@ -57,7 +57,12 @@ pub struct Installation {
     accelerator: &'static str,
     /// Where agents that are started receive VMs of other hosts.
     receives_at: IpAddr,
+    /// The file with the id of the machine's boot that agents find; none for what it is.
+    boot: Option<PathBuf>,
 }
+
+/// Has a program find another boot of the machine, in a mount namespace of its own: the first argument is the file with its id.
+const OF_ANOTHER_BOOT: &str = "mount --bind \"$0\" /proc/sys/kernel/random/boot_id && exec \"$@\"";
 
 /// A further host: an agent with a state directory, sockets and user ids of its own.
 struct OtherHost {
@@ -100,6 +105,7 @@ impl Installation {
             directory,
             address,
             receives_at: address.into(),
+            boot: None,
             server: None,
             agent: None,
             others: Vec::new(),
@@ -206,7 +212,15 @@ impl Installation {
     }
 
     fn agent_command(&self, state: &str, run: &str) -> anyhow::Result<Command> {
-        let mut command = Command::new(program("vmseal")?);
+        let program = program("vmseal")?;
+        let mut command = match &self.boot {
+            None => Command::new(program),
+            Some(boot) => {
+                let mut command = Command::new("unshare");
+                command.args(["--mount", "sh", "-c", OF_ANOTHER_BOOT]).arg(boot).arg(program);
+                command
+            }
+        };
         command
             .arg("agent")
             .arg("--state-dir")
@@ -420,6 +434,16 @@ impl Installation {
     #[must_use]
     pub fn server_process(&self) -> Option<i32> {
         self.server.as_ref().map(Process::id)
+    }
+
+    /// The machine of the first host reboots: all that ran for guests has ended, and its agent finds another boot. It needs root.
+    pub fn reboot_host(&mut self) -> anyhow::Result<()> {
+        self.kill_agent();
+        self.all_guest_processes().into_iter().for_each(kill_hard);
+        let boot = self.path("boot-id");
+        std::fs::write(&boot, format!("{}\n", uuid::Uuid::new_v4()))?;
+        self.boot = Some(boot);
+        self.start_agent()
     }
 
     /// Process ids of server and agents, as far as they run.

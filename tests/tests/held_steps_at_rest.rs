@@ -1,5 +1,6 @@
 //! What dies exactly before a step, or after it and before that is recorded, of operations on a VM with two disks that is off or
-//! suspended, and of those that end a guest's life or begin it: a revert to a snapshot that has its guest run, suspend and resume.
+//! suspended, and of those that end a guest's life, begin it, or read its memory: a revert to a snapshot that has its guest run, suspend
+//! and resume, a shutdown that the guest heeds, a reboot, and core dumps, of a guest that has panicked as well.
 //!
 //! Each operation has a state that it begins in, and leaves the VM as it was: encrypted, off, on one datastore, without snapshots and
 //! backups. So a run tries one moment of one of them without doing all the others, chosen by a seed that is printed; with `VMSEAL_ALL`,
@@ -11,11 +12,16 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::process::Output;
 
+use serde_json::Value;
 use vmseal_tests::eventually;
-use vmseal_tests::guest::counter_disk;
-use vmseal_tests::held_steps::{Ended, all_of_all, killed_at, seeded, without_holding};
+use vmseal_tests::guest::{COUNT, counter_disk};
+use vmseal_tests::header::HEAD;
+use vmseal_tests::held_steps::{
+    Ended, all_of_all, begun, half_made, killed_in, seeded, without_holding,
+};
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
+use vmseal_tests::scan::contains;
 use vmseal_tests::two_hosts::QEMU;
 
 const VM: &str = "web";
@@ -64,8 +70,19 @@ enum AtRest {
     MoveSuspended,
     DecryptDisk,
     EncryptDisk,
+    /// Of the VM, by copies of its disks.
+    DecryptAll,
+    EncryptAll,
+    RecryptAll,
+    DecryptDiskInPlace,
+    /// With the key that the VM has.
+    EncryptDiskInPlace,
     /// Of a VM that runs.
     BackUpIncrementally,
+    /// Incrementally, of a VM that is off.
+    BackUpAtRest,
+    /// Not incrementally, of a VM that is off.
+    BackUpWhole,
     RestoreDeleted,
     /// Of one with a snapshot that keeps memory.
     Delete,
@@ -74,10 +91,16 @@ enum AtRest {
     RemoveDisk,
     Suspend,
     Resume,
+    /// The guest shuts down when it is asked to.
+    ShutDown,
+    Reboot,
+    Dump,
+    /// Of a guest that stands still since its panic.
+    DumpPanicked,
 }
 
 impl AtRest {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 29] = [
         Self::RevertRunning,
         Self::RevertRunningToMemory,
         Self::TakeSnapshot,
@@ -88,7 +111,14 @@ impl AtRest {
         Self::MoveSuspended,
         Self::DecryptDisk,
         Self::EncryptDisk,
+        Self::DecryptAll,
+        Self::EncryptAll,
+        Self::RecryptAll,
+        Self::DecryptDiskInPlace,
+        Self::EncryptDiskInPlace,
         Self::BackUpIncrementally,
+        Self::BackUpAtRest,
+        Self::BackUpWhole,
         Self::RestoreDeleted,
         Self::Delete,
         Self::AddDisk,
@@ -96,6 +126,10 @@ impl AtRest {
         Self::RemoveDisk,
         Self::Suspend,
         Self::Resume,
+        Self::ShutDown,
+        Self::Reboot,
+        Self::Dump,
+        Self::DumpPanicked,
     ];
 
     fn command(self) -> &'static [&'static str] {
@@ -110,7 +144,15 @@ impl AtRest {
             Self::MoveSuspended => &["vm", "move", VM, "--datastore", "second"],
             Self::DecryptDisk => &["vm", "decrypt", VM, "--disk", "data", "--yes"],
             Self::EncryptDisk => &["vm", "encrypt", VM, "--disk", "data"],
-            Self::BackUpIncrementally => &["backup", "create", VM, "next"],
+            Self::DecryptAll => &["vm", "decrypt", VM, "--policy", "plain", "--yes"],
+            Self::EncryptAll => &["vm", "encrypt", VM, "--policy", "encrypted"],
+            Self::RecryptAll => &["vm", "recrypt", VM, "--deep"],
+            Self::DecryptDiskInPlace => {
+                &["vm", "decrypt", VM, "--disk", "data", "--yes", "--in-place"]
+            }
+            Self::EncryptDiskInPlace => &["vm", "encrypt", VM, "--disk", "data", "--in-place"],
+            Self::BackUpIncrementally | Self::BackUpAtRest => &["backup", "create", VM, "next"],
+            Self::BackUpWhole => &["backup", "create", VM, "next", "--full"],
             Self::RestoreDeleted => &["backup", "restore", OTHER, "full"],
             Self::Delete => &["vm", "delete", OTHER],
             Self::AddDisk => &["disk", "add", VM, "--disk", EMPTY],
@@ -118,6 +160,9 @@ impl AtRest {
             Self::RemoveDisk => &["disk", "remove", VM, "extra"],
             Self::Suspend => &["vm", "suspend", VM],
             Self::Resume => &["vm", "resume", VM],
+            Self::ShutDown => &["vm", "stop", VM],
+            Self::Reboot => &["vm", "reboot", VM],
+            Self::Dump | Self::DumpPanicked => &["vm", "dump", VM, "core"],
         }
     }
 
@@ -128,7 +173,12 @@ impl AtRest {
             | Self::RevertRunningToMemory
             | Self::BackUpIncrementally
             | Self::Suspend
-            | Self::Resume => &[Victim::Agent, Victim::Server, Victim::Qemu, Victim::Machine],
+            | Self::Resume
+            | Self::ShutDown
+            | Self::Reboot
+            | Self::Dump => &[Victim::Agent, Victim::Server, Victim::Qemu, Victim::Machine],
+            // What has panicked is gone with its QEMU.
+            Self::DumpPanicked => &[Victim::Agent, Victim::Server],
             _ => &[Victim::Agent, Victim::Server, Victim::Machine],
         }
     }
@@ -136,8 +186,9 @@ impl AtRest {
     /// How many moments a run chooses from: no more than the operation has, before and after each step.
     fn moments(self) -> usize {
         match self {
+            Self::ShutDown => 2,
             Self::GrowDisk | Self::Suspend | Self::Resume => 4,
-            Self::AddDisk | Self::RemoveDisk => 6,
+            Self::AddDisk | Self::RemoveDisk | Self::Reboot => 6,
             _ => 8,
         }
     }
@@ -156,6 +207,23 @@ struct Rest {
     extra: String,
     /// Where its backups are.
     to: String,
+    /// Its QEMU before an operation.
+    qemu: Vec<i32>,
+    /// The first ciphertext of each of its disks before an operation.
+    ciphertext: Vec<Vec<u8>>,
+}
+
+/// A guest that is asked to shut down does so: it hears what is typed, and no button.
+fn heeds(here: &Installation) {
+    let stops = || here.vm(VM).is_ok_and(|vm| vm["power"] == "stopping");
+    if !stops() {
+        return;
+    }
+    // Where its agent has gone again, it is asked again.
+    let Ok(mut console) = here.console(VM) else { return };
+    if console.type_text("p").is_ok() {
+        let _ = eventually("the guest shuts down", || (!stops()).then_some(()));
+    }
 }
 
 impl Rest {
@@ -182,7 +250,8 @@ impl Rest {
         here.vmseal(&disks).unwrap();
         let (extra, to) = (of(&filled, "extra"), text(&to).unwrap().to_owned());
         let held = here.hold_steps().unwrap();
-        Self { here, held, content, data, number: 0, extra, to }
+        let (qemu, ciphertext) = (Vec::new(), Vec::new());
+        Self { here, held, content, data, number: 0, extra, to, qemu, ciphertext }
     }
 
     /// Does these one after the other, and nothing dies.
@@ -224,16 +293,30 @@ impl Rest {
         self.counts_to(0);
     }
 
-    fn has_qemu(&self) -> bool {
-        !self.here.processes_of(VM, QEMU).unwrap().is_empty()
+    fn qemu(&self) -> Vec<i32> {
+        self.here.processes_of(VM, QEMU).unwrap()
+    }
+
+    /// The first ciphertext of each disk: it is another one under another data key.
+    fn ciphertext(&self) -> Vec<Vec<u8>> {
+        let first = |image: &PathBuf| std::fs::read(image).unwrap()[HEAD..HEAD + 4096].to_vec();
+        self.here.images(VM).unwrap().iter().map(first).collect()
+    }
+
+    /// Nothing is left beside the disks of what works on them.
+    fn is_tidy(&self) {
+        let files = self.here.home_files(VM).unwrap();
+        let left: Vec<_> = files.iter().filter(|file| half_made(file)).collect();
+        assert!(left.is_empty(), "what worked on the disks has left {left:?}");
     }
 
     /// What the VM does, as soon as that is known: the death of a guest is reported later than it happens.
     fn power(&self) -> String {
         let known = || {
             let power = self.here.vm(VM).ok()?["power"].as_str()?.to_owned();
-            let agrees = (power == "running") == self.has_qemu();
-            (agrees && ["running", "off", "suspended"].contains(&&*power)).then_some(power)
+            let lives = ["running", "paused"].contains(&&*power);
+            let known = lives || ["off", "suspended"].contains(&&*power);
+            (known && lives != self.qemu().is_empty()).then_some(power)
         };
         eventually("it is known what the VM does", known).unwrap()
     }
@@ -281,14 +364,14 @@ impl Rest {
     }
 
     /// A disk of the VM, as it is shown; none that it does not have.
-    fn shown(&self, disk: &str) -> serde_json::Value {
+    fn shown(&self, disk: &str) -> Value {
         let vm = self.here.vm(VM).unwrap();
         let disks = vm["disks"].as_array().unwrap();
         disks.iter().find(|it| it["name"] == disk).cloned().unwrap_or_default()
     }
 
     /// Brings the VM into the state in which an operation begins.
-    fn prepare(&self, operation: AtRest) {
+    fn prepare(&mut self, operation: AtRest) {
         match operation {
             AtRest::RevertRunning => {
                 self.does(&[&["snapshot", "create", VM, "one"]]);
@@ -308,7 +391,15 @@ impl Rest {
                 self.starts();
                 self.does(&[AtRest::Suspend.command()]);
             }
-            AtRest::EncryptDisk => self.does(&[AtRest::DecryptDisk.command()]),
+            AtRest::EncryptDisk | AtRest::EncryptDiskInPlace => {
+                self.does(&[AtRest::DecryptDisk.command()]);
+            }
+            AtRest::EncryptAll => self.does(&[AtRest::DecryptAll.command()]),
+            AtRest::RecryptAll => self.ciphertext = self.ciphertext(),
+            AtRest::BackUpAtRest | AtRest::BackUpWhole => {
+                self.does(&[&["backup", "create", VM, "full", "--to", &self.to]]);
+                self.boots();
+            }
             AtRest::BackUpIncrementally => {
                 self.does(&[&["backup", "create", VM, "full", "--to", &self.to]]);
                 self.starts();
@@ -327,17 +418,28 @@ impl Rest {
             AtRest::GrowDisk | AtRest::RemoveDisk => {
                 self.does(&[&["disk", "add", VM, "--disk", &self.extra]]);
             }
-            AtRest::Suspend => self.starts(),
-            AtRest::TakeSnapshot | AtRest::MoveDisk | AtRest::DecryptDisk | AtRest::AddDisk => {}
+            AtRest::DumpPanicked => {
+                self.does(&[&["vm", "set", VM, "--on-crash", "preserve"]]);
+                self.starts();
+                let mut console = self.here.console(VM).unwrap();
+                console.type_text("c").unwrap();
+                self.here.wait_power(VM, "paused").unwrap();
+            }
+            AtRest::Suspend | AtRest::ShutDown | AtRest::Reboot | AtRest::Dump => self.starts(),
+            AtRest::TakeSnapshot
+            | AtRest::MoveDisk
+            | AtRest::DecryptDisk
+            | AtRest::DecryptDiskInPlace
+            | AtRest::DecryptAll
+            | AtRest::AddDisk => {}
         }
+        self.qemu = self.qemu();
     }
 
     /// Does an operation, and kills something at this moment of it; whether it has so many.
     fn disturbed(&mut self, operation: AtRest, (victim, moment): (Victim, usize)) -> bool {
         self.prepare(operation);
-        let command = operation.command();
-        let Ended { at, output, .. } =
-            killed_at(&mut self.here, &self.held, VM, command, victim, moment);
+        let Ended { at, output, .. } = self.tried(operation, (victim, moment));
         if !output.status.success() {
             self.retry(operation, &output);
         }
@@ -345,12 +447,32 @@ impl Rest {
         at.is_some()
     }
 
+    /// Does an operation while something dies; its guest does its part.
+    fn tried(&mut self, operation: AtRest, at: (Victim, usize)) -> Ended {
+        eprintln!("{operation:?}");
+        let task = begun(&self.here, operation.command());
+        killed_in(&mut self.here, &self.held, (VM, &task), at, |here| {
+            if matches!(operation, AtRest::ShutDown | AtRest::Reboot) {
+                heeds(here);
+            }
+        })
+    }
+
     /// Repeats an operation that was undone.
-    fn retry(&self, operation: AtRest, ended: &Output) {
+    fn retry(&mut self, operation: AtRest, ended: &Output) {
         eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&ended.stderr));
         match (operation, &*self.power()) {
             // Its guest has died, or has gone on although its task was undone.
-            (AtRest::Suspend, "off") | (AtRest::Resume, "off" | "running") => {}
+            (AtRest::Suspend | AtRest::ShutDown | AtRest::Reboot, "off")
+            | (AtRest::Resume, "off" | "running") => {}
+            (AtRest::ShutDown | AtRest::Reboot, _) => {
+                let again = self.tried(operation, (Victim::Agent, usize::MAX));
+                assert!(again.output.status.success(), "{operation:?} again: {:?}", again.output);
+            }
+            (AtRest::Dump, "off") => {
+                self.lives_again();
+                self.does(&[operation.command()]);
+            }
             _ => self.does(&[operation.command()]),
         }
     }
@@ -398,7 +520,35 @@ impl Rest {
                 self.holds_number(before);
                 self.does(&[&["vm", "prove", VM, "--all"]]);
             }
-            AtRest::BackUpIncrementally => self.has_backup(before),
+            AtRest::DecryptDiskInPlace => {
+                assert_eq!(self.shown("data")["encrypted"], false);
+                self.holds_number(before);
+                self.is_tidy();
+                self.does(&[AtRest::EncryptDisk.command()]);
+            }
+            AtRest::DecryptAll => {
+                let vm = self.here.vm(VM).unwrap();
+                assert_eq!((&vm["policy"], vm.get("key")), (&"plain".into(), None), "{vm}");
+                self.holds_number(before);
+                self.is_tidy();
+                self.does(&[AtRest::EncryptAll.command()]);
+            }
+            AtRest::EncryptDiskInPlace | AtRest::EncryptAll => {
+                assert_eq!(self.here.vm(VM).unwrap()["policy"], "encrypted");
+                self.holds_number(before);
+                self.is_tidy();
+                self.does(&[&["vm", "prove", VM, "--all"]]);
+            }
+            AtRest::RecryptAll => {
+                let former = std::mem::take(&mut self.ciphertext);
+                let same =
+                    self.ciphertext().iter().zip(&former).filter(|(it, was)| it == was).count();
+                assert_eq!((same, former.len()), (0, 2), "a disk has the data key that it had");
+                self.holds_number(before);
+                self.is_tidy();
+            }
+            AtRest::BackUpIncrementally | AtRest::BackUpAtRest => self.has_backup(before, "full"),
+            AtRest::BackUpWhole => self.has_backup(before, ()),
             AtRest::RestoreDeleted => {
                 self.found_on(OTHER, before..=before);
                 self.does(&[&["backup", "delete", OTHER, "full"], &["vm", "delete", OTHER]]);
@@ -427,7 +577,50 @@ impl Rest {
                 self.stops();
                 self.holds(before + 1..=before + COUNTS_MAX);
             }
+            AtRest::ShutDown => {
+                assert_eq!(self.power(), "off");
+                self.holds_number(before + 1);
+            }
+            AtRest::Reboot => {
+                self.lives_again();
+                assert_ne!(self.qemu(), self.qemu, "it is the QEMU of before");
+                self.stops();
+                self.holds(before + 2..=before + COUNTS_MAX);
+            }
+            AtRest::Dump => {
+                self.has_dump();
+                if self.power() == "running" {
+                    self.stops();
+                }
+                self.holds(before + 1..=before + COUNTS_MAX);
+            }
+            AtRest::DumpPanicked => {
+                assert_eq!(self.power(), "paused");
+                self.has_dump();
+                self.stops();
+                self.does(&[&["vm", "set", VM, "--on-crash", "destroy"]]);
+                self.holds_number(before + 1);
+            }
         }
+    }
+
+    /// There is one core dump, which has the guest's code, and nothing of it is left when it is deleted.
+    fn has_dump(&self) {
+        let cores = || {
+            let files = self.here.home_files(VM).unwrap();
+            let is_core = |file: &&PathBuf| file.to_string_lossy().contains("/vm.core-");
+            files.iter().filter(is_core).count()
+        };
+        let listed = self.here.json(&["dump", "list", VM]).unwrap();
+        assert_eq!((listed.as_array().unwrap().len(), cores()), (1, 1), "{listed}");
+        let to = self.here.path("core");
+        self.does(&[&["dump", "decrypt", VM, "core", "--to", text(&to).unwrap()]]);
+        let core = std::fs::read(&to).unwrap();
+        std::fs::remove_file(&to).unwrap();
+        assert!(core.starts_with(b"\x7fELF") && contains(&core, COUNT), "it is no core dump of it");
+        self.does(&[&["dump", "delete", VM, "core"]]);
+        let listed = self.here.json(&["dump", "list", VM]).unwrap();
+        assert_eq!((listed.as_array().unwrap().len(), cores()), (0, 0), "{listed}");
     }
 
     /// The guest runs from what a snapshot keeps, which has this number, and the snapshot is not needed any more.
@@ -445,15 +638,20 @@ impl Rest {
         self.does(&[&["snapshot", "delete", VM, "one"]]);
     }
 
-    /// A backup above another one has what the guest has written since that one.
-    fn has_backup(&mut self, before: u32) {
+    /// A backup, above this one or above none, has what the guest has written since the first one.
+    fn has_backup(&mut self, before: u32, parent: impl Into<Value>) {
         if self.power() == "running" {
             self.stops();
         }
         self.holds_number(before + 1);
         let listed = self.here.json(&["backup", "list", VM]).unwrap();
         let next = listed.as_array().unwrap().iter().find(|it| it["name"] == "next").unwrap();
-        assert_eq!(next["parent"], "full", "{listed}");
+        let parent: Value = parent.into();
+        assert_eq!(next["parent"], parent, "{listed}");
+        let vm = self.here.vm(VM).unwrap()["id"].as_str().unwrap().to_owned();
+        let written = std::fs::read_dir(PathBuf::from(&self.to).join(vm)).unwrap();
+        let written = written.filter(|it| it.as_ref().unwrap().path().is_dir()).count();
+        assert_eq!(written, 2, "something of an attempt is left");
         self.boots();
         self.does(&[&["backup", "restore", VM, "next"]]);
         self.holds_number(before + 1);

@@ -1,0 +1,236 @@
+//! What dies exactly before a step, or after it and before that is recorded, of what gives a VM to another host: of one that is off, or
+//! suspended, and whose datastore both have; of one that runs, there as well, and with copies of its disk. The VM is at one host, and
+//! has lost nothing.
+//!
+//! A run tries one moment of one of them, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use vmseal_tests::eventually;
+use vmseal_tests::held_steps::{all_of_all, begun, dying_at, seeded, without_holding};
+use vmseal_tests::installation::{Installation, create, text};
+use vmseal_tests::two_hosts::{
+    self, FILTER, HERE, QEMU, THERE, add_host_with_datastore, only_host, other, own_datastore,
+    processes,
+};
+
+const VM: &str = "web";
+
+/// The datastore that both hosts have; each has another one alone.
+const SHARED: &str = "shared";
+
+/// More moments than any of these has.
+const MOMENTS_MAX: usize = 40;
+
+/// Fewer than any of these has: before and after each of three steps.
+const MOMENTS: usize = 6;
+
+/// What an operator does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Change {
+    Off,
+    Suspended,
+    Running,
+    /// Its disk is on a datastore that the other host does not have.
+    RunningWithDisk,
+}
+
+impl Change {
+    const ALL: [Self; 4] = [Self::Off, Self::Suspended, Self::Running, Self::RunningWithDisk];
+}
+
+/// What dies. No guest ends with it.
+#[derive(Clone, Copy, Debug)]
+enum Dies {
+    Server,
+    Source,
+    Destination,
+    /// The server, and the agents of both hosts.
+    All,
+}
+
+impl Dies {
+    const ALL: [Self; 4] = [Self::Server, Self::Source, Self::Destination, Self::All];
+
+    /// Kills it, while the VM is to go from this host, and starts it again. `file` holds the step.
+    fn kill(self, here: &mut Installation, source: &str, file: &Path) {
+        match self {
+            Self::Server => {
+                here.kill_server();
+                std::fs::remove_file(file).unwrap();
+                here.start_server().unwrap();
+            }
+            Self::Source => two_hosts::Victim::AgentOf(true).kill(here, source),
+            Self::Destination => two_hosts::Victim::AgentOf(false).kill(here, source),
+            Self::All => {
+                here.kill_agent_of(THERE).unwrap();
+                here.kill_agent();
+                here.kill_server();
+                std::fs::remove_file(file).unwrap();
+                here.start_server().unwrap();
+                here.start_agent().unwrap();
+                here.start_agent_of(THERE).unwrap();
+            }
+        }
+    }
+}
+
+/// The VM, which is off between operations, at either host.
+struct Hosts {
+    here: Installation,
+    held: PathBuf,
+    /// What the guest has counted to.
+    number: u32,
+}
+
+impl Hosts {
+    fn new() -> Self {
+        let mut here = Installation::new().unwrap();
+        add_host_with_datastore(&mut here).unwrap();
+        let shared = here.path(SHARED);
+        std::fs::create_dir(&shared).unwrap();
+        let shared = text(&shared).unwrap();
+        here.vmseal(&["datastore", "add", SHARED, "--host", HERE, "--path", shared]).unwrap();
+        here.vmseal(&["datastore", "share", SHARED, "--host", THERE]).unwrap();
+        let image = here.counter_image().unwrap();
+        let disk = format!("datastore={HERE}:{SHARED},format=raw,image={}", text(&image).unwrap());
+        here.vmseal(&[&create(VM, "encrypted", &disk)[..], &["--host", HERE]].concat()).unwrap();
+        let held = here.hold_steps().unwrap();
+        for host in [HERE, THERE] {
+            let connected = || {
+                let shown = here.json(&["host", "show", host]).ok()?;
+                (shown["connection"] == "connected").then_some(())
+            };
+            eventually(&format!("{host} is connected"), connected).unwrap();
+        }
+        Self { here, held, number: 0 }
+    }
+
+    fn does(&self, command: &[&str]) {
+        without_holding(&self.held, || self.here.vmseal(command).unwrap());
+    }
+
+    fn host(&self) -> String {
+        self.here.vm(VM).unwrap()["host"].as_str().unwrap().to_owned()
+    }
+
+    /// The guest boots, and counts that.
+    fn boots(&mut self) {
+        self.number += 1;
+        let counted = without_holding(&self.held, || self.here.boot_counter(VM).unwrap());
+        assert_eq!(counted, self.number, "it does not count on from its last number");
+    }
+
+    /// The guest, which has not booted since, counts once more.
+    fn counts_on(&mut self) {
+        self.number += 1;
+        let mut console = self.here.console(VM).unwrap();
+        console.type_text("r").unwrap();
+        // What was said before is said again.
+        while console.next_count().unwrap() < self.number {}
+    }
+
+    /// The files of VMs that are on a datastore, but for leases, which hosts take and give up.
+    fn files(&self, datastore: &str) -> BTreeSet<PathBuf> {
+        let directory = match datastore {
+            "local" => self.here.path("datastore"),
+            other => self.here.path(other),
+        };
+        let mut files = self.here.datastore_entries(&directory).unwrap();
+        files.retain(|file| !file.ends_with("vm.lease"));
+        files.into_iter().collect()
+    }
+
+    /// Gives the VM to the other host, and something dies at this moment of it; whether it has so many.
+    fn disturbed(&mut self, change: Change, (dies, moment): (Dies, usize)) -> bool {
+        let source = self.host();
+        let destination = other(&source);
+        let before = self.files(SHARED);
+        if change == Change::RunningWithDisk {
+            self.does(&["vm", "move", VM, "--datastore", own_datastore(&source)]);
+        }
+        if change != Change::Off {
+            self.boots();
+        }
+        if change == Change::Suspended {
+            self.does(&["vm", "suspend", VM]);
+        }
+        let mut command = vec!["vm", "migrate", VM, destination];
+        if change == Change::RunningWithDisk {
+            command.extend(["--datastore", own_datastore(destination)]);
+        }
+        eprintln!("{change:?}: {dies:?} dies");
+        let task = begun(&self.here, &command);
+        let die = |here: &mut Installation, file: &Path| dies.kill(here, &source, file);
+        let (at, output) = dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
+        if !output.status.success() {
+            eprintln!("undone: {}", String::from_utf8_lossy(&output.stderr));
+            // It may be there although the task is not done: then it stays.
+            if self.host() == source {
+                self.does(&command);
+            }
+        }
+        self.check(change, &source);
+        if change == Change::RunningWithDisk {
+            let gone = || self.files(own_datastore(&source)).is_empty().then_some(());
+            eventually(&format!("nothing is left at {source}"), gone).unwrap();
+            self.does(&["vm", "move", VM, "--datastore", SHARED]);
+        }
+        assert_eq!(self.files(SHARED), before, "something is left, or is gone");
+        at.is_some()
+    }
+
+    /// The VM is at the other host alone, as it was, and its guest goes on there; then it is off.
+    fn check(&mut self, change: Change, source: &str) {
+        let destination = other(source);
+        assert_eq!(self.host(), destination);
+        for name in [QEMU, FILTER] {
+            let left = || processes(&self.here, source, name).is_empty().then_some(());
+            eventually(&format!("no {name} is left at {source}"), left).unwrap();
+        }
+        match change {
+            Change::Off => {
+                self.here.wait_power(VM, "off").unwrap();
+                self.boots();
+            }
+            Change::Suspended => {
+                self.here.wait_power(VM, "suspended").unwrap();
+                self.does(&["vm", "resume", VM]);
+                self.counts_on();
+            }
+            Change::Running | Change::RunningWithDisk => self.counts_on(),
+        }
+        assert_eq!(only_host(&self.here, VM).unwrap(), destination);
+        self.does(&["vm", "stop", VM, "--force"]);
+        // It would count further than it should if it had booted meanwhile.
+        self.boots();
+        self.does(&["vm", "stop", VM, "--force"]);
+    }
+}
+
+#[test]
+fn whatever_dies_at_a_step_the_vm_is_at_the_other_host_alone_and_its_guest_goes_on() {
+    let mut random = seeded();
+    let mut hosts = Hosts::new();
+    if !all_of_all() {
+        let change = Change::ALL[random.usize(..Change::ALL.len())];
+        let dies = Dies::ALL[random.usize(..Dies::ALL.len())];
+        let reached = hosts.disturbed(change, (dies, random.usize(..MOMENTS)));
+        assert!(reached, "{change:?} has fewer moments");
+        return;
+    }
+    for change in Change::ALL {
+        for moment in 0..MOMENTS_MAX {
+            let mut reached = false;
+            for dies in Dies::ALL {
+                reached |= hosts.disturbed(change, (dies, moment));
+            }
+            if !reached {
+                break;
+            }
+        }
+    }
+}
