@@ -125,7 +125,7 @@ impl Permanent {
     /// # Errors
     /// Those of what it reads from; it is nothing, or more than a TPM keeps; there is no memory for it.
     pub fn read_from(from: &mut impl Read) -> io::Result<Self> {
-        let (mut parts, mut length) = (Vec::new(), 0);
+        let (mut parts, mut length) = (Vec::new(), 0_usize);
         loop {
             let mut part = SecretBytes::zeroed(SECRET_LEN_MAX).map_err(io::Error::other)?;
             let filled = fill(from, part.expose_mut())?;

@@ -1,8 +1,8 @@
 //! The checks before a VM that is off or suspended goes to another control plane: of the VM, of its host, and of the other control plane.
 //! The host sends the VM's disks, what its TPM keeps, and its memory if it is suspended.
 
-use vmseal_api::host::DiskRole;
 use vmseal_api::host::version::{MIGRATE_AT_REST, MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST};
+use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model::About;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ARRIVALS_AT_REST, ARRIVALS_SUSPENDED, ARRIVALS_TPM_AT_REST};
