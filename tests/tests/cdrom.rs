@@ -135,6 +135,40 @@ fn a_guest_with_an_empty_disk_starts_from_the_medium_behind_it() {
     off(&here, "web");
 }
 
+/// The file that was in the drive is not there any more when the guest goes on.
+#[test]
+fn a_guest_that_is_resumed_has_in_its_drive_what_was_put_in_meanwhile() {
+    let here = Installation::new().unwrap();
+    let media = ["first", "second", "third"].map(|name| make_medium(&here, name));
+    let [first, second, third] = media.each_ref().map(|path| text(path).unwrap());
+    create(&here, "web", &["--cdrom", first, "--boot", "cdrom,disk"]);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    reads(&mut guest, "first");
+    drop(guest);
+    here.vmseal(&["vm", "suspend", "web"]).unwrap();
+    here.wait_power("web", "suspended").unwrap();
+    std::fs::remove_file(first).unwrap();
+    let refused = here.refused(&["vm", "resume", "web"]).unwrap();
+    assert!(refused.contains(first), "{refused}");
+    here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
+    here.vmseal(&["vm", "resume", "web"]).unwrap();
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], serde_json::json!({}));
+    here.vmseal(&["vm", "cdrom", "insert", "web", second]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    starts_again(&mut guest, "second");
+    drop(guest);
+
+    here.vmseal(&["vm", "suspend", "web"]).unwrap();
+    here.wait_power("web", "suspended").unwrap();
+    here.vmseal(&["vm", "cdrom", "insert", "web", third]).unwrap();
+    here.vmseal(&["vm", "resume", "web"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    starts_again(&mut guest, "third");
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"]["medium"], third);
+}
+
 #[test]
 fn what_no_drive_takes_is_refused_and_nothing_changes() {
     let here = Installation::new().unwrap();

@@ -1,6 +1,6 @@
 //! A VM that moves, while it runs, is off or suspended, to a host of another control plane: it loses nothing of what it had in memory
-//! and on its disks, is under a key of the other control plane's provider there, with its snapshots and the memory that they keep, and
-//! nothing of it is left where it was.
+//! and on its disks and in its TPM, is under a key of the other control plane's provider there, with its snapshots and the memory that
+//! they keep, and nothing of it is left where it was.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -11,6 +11,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
+use vmseal_tests::tpm_guest::{self, DONE, ask, define, extend, keeps, measured, write};
 
 const VM: &str = "web";
 
@@ -26,10 +27,20 @@ fn two_control_planes(policy: &str) -> (Installation, Installation) {
     let (one, two) = IN_MEMORY;
     run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
     count(&mut console);
+    (west, other_control_plane())
+}
+
+/// A control plane whose host has other users for its guests.
+fn other_control_plane() -> Installation {
     let mut east = Installation::new().unwrap();
+    restart_agent(&mut east);
+    east
+}
+
+/// The agent of that control plane's host dies, and another one starts.
+fn restart_agent(east: &mut Installation) {
     east.kill_agent();
     east.start_agent_with(&["--uid-base", UID_BASE]).unwrap();
-    (west, east)
 }
 
 /// Has the first control plane know the second one; a user compares the fingerprint.
@@ -52,12 +63,14 @@ fn introduce(west: &Installation, east: &Installation) {
 }
 
 fn files(home: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path()).collect()
+    let entries = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
+    // What a TPM keeps is in a directory.
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
 }
 
 fn has_marker(file: &Path) -> bool {
     let bytes = std::fs::read(file).unwrap();
-    contains(&bytes, MARKER) || contains(&bytes, SECRET)
+    contains(&bytes, MARKER) || contains(&bytes, SECRET) || contains(&bytes, tpm_guest::MARKER)
 }
 
 /// The guest has what it had, and goes on counting.
@@ -188,6 +201,68 @@ fn a_vm_that_is_suspended_goes_there_with_its_memory_and_goes_on_there() {
     east.wait_power(VM, "suspended").unwrap();
     east.vmseal(&["vm", "resume", VM]).unwrap();
     has_lost_nothing(&east);
+}
+
+/// What its TPM keeps comes under the key of a disk that is made there. The agent there dies when it has just come: nothing is left of it.
+#[test]
+fn what_a_tpm_keeps_goes_there_with_a_vm_that_is_off_or_suspended() {
+    let (west, mut east) = (Installation::new().unwrap(), other_control_plane());
+    introduce(&west, &east);
+    tpm_guest::create(&west, VM, &[]);
+    let mut guest = tpm_guest::start(&west, VM);
+    assert_eq!(ask(&mut guest, &define(), 20), DONE);
+    assert_eq!(ask(&mut guest, &write(), 20), DONE);
+    drop(guest);
+    west.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let state = |at: &Installation| {
+        let all = at.datastore_entries(&at.path("datastore")).ok()?;
+        let state = all.iter().find(|path| path.ends_with("tpm2-00.permall"))?;
+        std::fs::read(state).ok()
+    };
+    let at_west = state(&west).unwrap();
+
+    let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    let task = west.json(&[&migrate[..], &["--rate", "1M", "--no-wait"]].concat()).unwrap();
+    let task = task["id"].as_str().unwrap().to_owned();
+    eventually("what its TPM keeps has come", || state(&east).map(drop)).unwrap();
+    assert!(east.refused(&["vm", "start", VM]).is_ok(), "it was there before all of it was");
+    restart_agent(&mut east);
+    // It begins again, unless it has failed.
+    west.try_vmseal(&["task", "cancel", &task]).unwrap();
+    assert!(!west.try_vmseal(&["task", "wait", &task]).unwrap().status.success());
+    let left = || east.datastore_entries(&east.path("datastore")).ok();
+    eventually("nothing is left there", || left().filter(Vec::is_empty).map(drop))
+        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    eventually("it is forgotten there", || east.refused(&["vm", "show", VM]).ok()).unwrap();
+    assert_eq!(west.vm(VM).unwrap()["power"], "off");
+
+    let planned = west.try_vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr);
+    assert!(
+        warned.contains("its disks and what its TPM keeps are sent, and it is off"),
+        "{warned}"
+    );
+    west.vmseal(&migrate).unwrap();
+    is_there(&west, &east, "off", true);
+    assert!(state(&east).unwrap() != at_west, "it is under the key of its former disk");
+    let mut guest = tpm_guest::start(&east, VM);
+    keeps(&mut guest);
+    assert_eq!(ask(&mut guest, &extend(), 20), DONE);
+    let register = measured(&mut guest);
+    drop(guest);
+
+    // And back, with what it has measured, which is in the memory.
+    east.vmseal(&["vm", "suspend", VM]).unwrap();
+    east.wait_power(VM, "suspended").unwrap();
+    let (url, token) = (west.url(), west.path("server/admin.token"));
+    let add = ["remote", "add", "west", &url, "--remote-token-file", text(&token).unwrap()];
+    assert!(east.answered(&add, "yes\n").unwrap().status.success());
+    east.vmseal(&["vm", "migrate", VM, "here", "--remote", "west"]).unwrap();
+    is_there(&east, &west, "suspended", true);
+    west.vmseal(&["vm", "resume", VM]).unwrap();
+    let mut guest = west.console(VM).unwrap();
+    keeps(&mut guest);
+    assert_eq!(measured(&mut guest), register);
 }
 
 #[test]

@@ -40,6 +40,9 @@ pub const ARRIVALS_AT_REST: &str = "arrivals-at-rest";
 /// What one says that takes VMs which are suspended, with the memory of their guests.
 pub const ARRIVALS_SUSPENDED: &str = "arrivals-suspended";
 
+/// What one says that takes VMs with a TPM which are off or suspended, with what the TPM keeps.
+pub const ARRIVALS_TPM_AT_REST: &str = "arrivals-tpm-at-rest";
+
 /// Another control plane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

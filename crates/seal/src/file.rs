@@ -1,7 +1,7 @@
 //! A sealed file: who it belongs to, which key opens it, and its content as a sealed stream. docs/formats/sealed-file.md
 //!
 //! ```text
-//! 0     magic "VMSEALED" (8) ‖ version (2) ‖ kind (1): 1 memory, 2 core ‖ zero (5) ‖ VM (16) ‖ salt (32) ‖
+//! 0     magic "VMSEALED" (8) ‖ version (2) ‖ kind (1): 1 memory, 2 core, 3 tpm ‖ zero (5) ‖ VM (16) ‖ salt (32) ‖
 //!       generation (8) ‖ zero to 512
 //! 512   key slot    1024  key slot    zero to 4096
 //! 4096  frames
@@ -42,6 +42,8 @@ pub enum Kind {
     Memory,
     /// A core of a VM.
     Core,
+    /// What the TPM of a VM keeps. On its way to another host only: no datastore has such a file.
+    Tpm,
 }
 
 impl Kind {
@@ -49,6 +51,7 @@ impl Kind {
         match self {
             Self::Memory => 1,
             Self::Core => 2,
+            Self::Tpm => 3,
         }
     }
 
@@ -56,6 +59,7 @@ impl Kind {
         match self {
             Self::Memory => "memory",
             Self::Core => "core",
+            Self::Tpm => "tpm",
         }
     }
 }
@@ -191,6 +195,7 @@ impl Header {
         let kind = match bytes[10] {
             1 => Kind::Memory,
             2 => Kind::Core,
+            3 => Kind::Tpm,
             _ => return Err(FileError::Damaged),
         };
         let unused = [

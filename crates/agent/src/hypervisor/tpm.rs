@@ -9,6 +9,8 @@
 
 mod permanent;
 
+pub use self::permanent::Permanent;
+
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};

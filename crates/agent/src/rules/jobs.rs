@@ -168,7 +168,7 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     };
     check_session(&begin.session)?;
     if begin.at_rest {
-        check_send_at_rest(spec, job)?;
+        check_send_at_rest(spec, job, &begin.session)?;
     }
     let stays = |disk: &&DiskSpec| disk.role == DiskRole::Tpm && !job.copies.contains(&disk.disk);
     if let Some(disk) = spec.disks().find(stays) {
@@ -189,17 +189,19 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
 }
 
 /// Refuses a VM that is off and would leave something behind: its new host has only what is copied.
-fn check_send_at_rest(spec: &VmSpec, job: &SendJob) -> Result<(), Problem> {
+fn check_send_at_rest(
+    spec: &VmSpec,
+    job: &SendJob,
+    session: &MigrationSession,
+) -> Result<(), Problem> {
     if job.copies.is_empty() || job.copies.len() != job.disks.len() {
         return Err(Problem::invalid("copies", "is not all disks of the VM, which is off"));
     }
-    match spec.disks().find(|disk| disk.role == DiskRole::Tpm) {
-        Some(_) => {
-            let what = "has a TPM, and what that keeps is sent while it runs. Start it first";
-            Err(wrong_state(spec, what))
-        }
-        None => Ok(()),
+    if spec.disks().any(|disk| disk.role == DiskRole::Tpm) && !session.apart {
+        let what = "has a TPM: what that keeps is sent to hosts that have another key of the VM, or while it runs. Start it first";
+        return Err(wrong_state(spec, what));
     }
+    Ok(())
 }
 
 /// Refuses to send a VM that is off, or suspended, where the server has taken it for the other: its memory would stay, or come

@@ -1,5 +1,7 @@
 //! The start of a guest.
 
+use std::path::Path;
+
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::{DiskSpec, Power, StopReason, VmSpec};
 use vmseal_api::id::VmId;
@@ -101,10 +103,13 @@ impl Inside {
             Ok(()) => {
                 known.power = Power::Running;
                 known.died = None;
-                let guest = resumed.unwrap_or_else(|| RunningGuest {
+                let mut guest = resumed.unwrap_or_else(|| RunningGuest {
                     boot_once: known.boot_once,
                     ..RunningGuest::new(known.spec.clone())
                 });
+                if let Some(drive) = &mut guest.spec.hardware.cdrom {
+                    drive.medium = known.spec.hardware.medium().map(Path::to_owned);
+                }
                 known.power = guest.power();
                 known.panics = guest.panics.clone();
                 known.in_use.clone_from(&guest.disks);

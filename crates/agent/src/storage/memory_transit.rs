@@ -10,7 +10,7 @@
 use std::io::Read;
 
 use vmseal_api::host::VmSpec;
-use vmseal_api::id::{MigrationId, VmId};
+use vmseal_api::id::{DiskId, MigrationId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_seal::file::{FileError, HEADER_LEN, Header, Kind};
 use vmseal_seal::slot::VmKey;
@@ -41,6 +41,12 @@ pub fn name(which: &Beside) -> String {
     }
 }
 
+/// The same of what the TPM keeps that has this disk ([`crate::storage::sent_tpm`]).
+#[must_use]
+pub fn name_of_tpm(disk: DiskId) -> String {
+    format!("tpm {disk}")
+}
+
 /// Which memory it is, for people.
 fn said(which: &Beside) -> String {
     match which {
@@ -57,7 +63,7 @@ impl MemoryTransit {
     }
 
     /// What a memory is sealed under on its way: the key of the session, bound to the VM, the migration and the snapshot as a VM's key
-    /// is to its provider and its id there. `name` is what [`name`] says of it.
+    /// is to its provider and its id there. `name` is what [`name`] says of it, or [`name_of_tpm`].
     #[must_use]
     pub fn key<'a>(&'a self, vm: VmId, name: &'a str) -> VmKey<'a> {
         let (vm, provider) = (*vm.0.as_bytes(), *self.migration.0.as_bytes());

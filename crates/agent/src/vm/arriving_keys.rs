@@ -16,7 +16,7 @@ pub struct ArrivingKeys<'a> {
     pub kek: Option<&'a SecretBytes>,
     /// What the keys of the copies are told under.
     pub told_under: Option<&'a SecretBytes>,
-    /// What the memory of snapshots comes sealed under, where the source has another key of the VM.
+    /// What the memory of snapshots, and what a TPM keeps, come sealed under, where the source has another key of the VM.
     pub transit: Option<&'a Arc<MemoryTransit>>,
     /// The attempt.
     pub migration: MigrationId,

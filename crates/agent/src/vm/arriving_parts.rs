@@ -1,5 +1,5 @@
-//! What goes before the copied disks of a guest that comes from another host: the memory that snapshots keep, and of a disk with
-//! layers all files that nobody writes. See [`super::migration`].
+//! What goes before the copied disks of a guest that comes from another host: the memory that snapshots keep, what the TPM of a VM keeps
+//! that does not run, and of a disk with layers all files that nobody writes. See [`super::migration`].
 //!
 //! ```text
 //!  for each part: it is made ─► it can be written ─► the source tells its end ─► flushed ─► the next one
@@ -22,6 +22,7 @@ use super::{Shared, internal};
 use crate::storage::arriving::ArrivingDisk;
 use crate::storage::home::{Beside, Home};
 use crate::storage::sent_memory;
+use crate::storage::sent_tpm;
 
 /// Takes what goes before these disks; each has its active layer afterwards, which is empty.
 ///
@@ -38,6 +39,9 @@ pub async fn take(
     for (place, (disk, before)) in disks.iter_mut().zip(before).enumerate() {
         for memory in before.beside() {
             take_memory(spec, (place, disk), memory, keys, link).await?;
+        }
+        if before.tpm {
+            take_tpm(shared, spec, (place, disk), keys, link).await?;
         }
         let parts = disk.layers.as_ref().map_or(0, |layers| layers.parts());
         for part in 0..parts {
@@ -94,4 +98,26 @@ async fn take_memory(
     };
     spawn_blocking(receive).await.map_err(internal)??;
     link.carried(place, carried).await
+}
+
+async fn take_tpm(
+    shared: &Arc<Shared>,
+    spec: &VmSpec,
+    (place, disk): (usize, &ArrivingDisk),
+    keys: ArrivingKeys<'_>,
+    link: &mut Link,
+) -> Result<(), Problem> {
+    let transit = keys.transit.cloned();
+    let transit =
+        transit.ok_or_else(|| internal("there is nothing that it could be sealed under"))?;
+    let (theirs, ours) = UnixStream::pair().map_err(internal)?;
+    let carried = link.carry_part(place, ours)?;
+    link.send(&Message::Part).await?;
+    let of = (spec.vm, disk.disk.disk);
+    // It ends with the connection, too.
+    let receive = move || sent_tpm::receive(of, &transit, theirs);
+    let kept = spawn_blocking(receive).await.map_err(internal)??;
+    link.carried(place, carried).await?;
+    let builder = shared.builder(shared.run_dir.import(disk.disk.disk));
+    sent_tpm::keep(spec.vm, disk, kept, &shared.swtpm, &builder).await
 }

@@ -1,5 +1,6 @@
 //! What goes before the disks of a guest that is sent to another host, which gets copies of them: the memory that snapshots keep,
-//! that of a VM which is suspended, and of a disk with layers all files that nobody writes. See [`super::migration`].
+//! that of a VM which is suspended, what the TPM of a VM keeps that does not run, and of a disk with layers all files that nobody writes.
+//! See [`super::migration`].
 //!
 //! ```text
 //!  for each disk: a memory ─► … ─► the image ─► a layer, those below first ─► …      then the disk, of which the active layer is left
@@ -22,6 +23,7 @@ use super::to_copy::{Departing, ToCopy, copy_of};
 use crate::storage::home::Beside;
 use crate::storage::opening;
 use crate::storage::sent_memory;
+use crate::storage::sent_tpm::SendTpm;
 
 /// Sends all of them, if there are any. Returns the keys of the copies, as the other host tells them, when it has the disks served.
 ///
@@ -62,6 +64,9 @@ async fn send_parts(
     for (place, (disk, key)) in what.disks.iter().zip(keys).enumerate() {
         for memory in disk.before.beside() {
             send_memory(what, (place, disk), memory, link).await?;
+        }
+        if disk.before.tpm {
+            send_tpm(what, (place, disk), link).await?;
         }
         if !disk.has_layers() {
             continue;
@@ -115,6 +120,29 @@ async fn send_memory(
         sent_memory::send(&spec, &disk, &memory, keys, theirs)
     };
     spawn_blocking(send).await.map_err(internal)??;
+    link.carried(place, part).await
+}
+
+async fn send_tpm(
+    what: &ToCopy,
+    (place, disk): (usize, &Departing),
+    link: &mut Link,
+) -> Result<(), Problem> {
+    let transit = what.transit.clone();
+    let transit = transit.ok_or_else(|| internal("there is nothing to seal it under"))?;
+    next_part(link).await?;
+    let (theirs, ours) = UnixStream::pair().map_err(internal)?;
+    let part = link.carry_part(place, ours)?;
+    let kept = SendTpm {
+        spec: what.spec.clone(),
+        disk: disk.disk.clone(),
+        facts: disk.facts.clone(),
+        kek: clone(what.kek.as_ref())?,
+        transit,
+        swtpm: what.shared.swtpm.clone(),
+    };
+    let builder = what.shared.builder(what.shared.run_dir.export(disk.disk.disk));
+    kept.run(&builder, theirs).await?;
     link.carried(place, part).await
 }
 

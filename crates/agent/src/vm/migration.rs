@@ -5,7 +5,7 @@
 //!   ├─ Machine: what the guest runs as ─────────►│  makes the disks that are copied
 //!   │◄──────────────────── Made (or Refused) ────┤  where disks have layers, or snapshots keep memory
 //!   │◄──────────────────────────────── Part ─────┤  a file that nobody writes can be written
-//!   ├─ NBD, or a sealed memory, a part of the ──►│  writes it; the next Part, until all are there
+//!   ├─ NBD, or what is sealed, a part of the ───►│  writes it; the next Part, until all are there
 //!   │  disk's connection                         │
 //!   │◄───────────────── Prepared (or Refused) ───┤
 //!   ├─ NBD, a connection for each of them ──────►│  writes them
@@ -144,6 +144,10 @@ pub struct SentBefore {
     /// Whether the memory of the VM, which is suspended, follows these.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub own_memory: bool,
+    /// Whether what the VM's TPM keeps follows, whose key the disk has: of a VM that is off or suspended, to a host that has another key
+    /// of it. Else it comes with the guest's memory.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tpm: bool,
     /// Its layers: the image is a part, and each layer that nobody writes. The active one is copied as the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tree: Option<Tree>,
@@ -152,7 +156,7 @@ pub struct SentBefore {
 impl SentBefore {
     /// Whether that is nothing.
     pub fn is_nothing(&self) -> bool {
-        self.memories.is_empty() && !self.own_memory && self.tree.is_none()
+        self.memories.is_empty() && !self.own_memory && !self.tpm && self.tree.is_none()
     }
 
     /// The memories that go before it, in their order: one part each.

@@ -4,7 +4,7 @@
 //! connect ─► AtRest ─► (what goes before them) ─► one disk after the other, whole ─► all are there
 //! ```
 //! Each is read by a filter of its own, decrypted, and encrypted with the key of its copy, which the other host has made. A disk that is
-//! read is locked: nothing else writes it.
+//! read is locked: nothing else writes it. The disk of a TPM is empty: what the TPM keeps goes before.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::{oneshot, watch};
-use vmseal_api::host::MigrationProgress;
+use vmseal_api::host::{Attachment, MigrationProgress};
 use vmseal_api::id::MigrationId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -126,6 +126,9 @@ async fn send_disks(
     let mut before = 0;
     for (place, (departing, key)) in copies.disks.iter().zip(keys).enumerate() {
         later = later.saturating_sub(departing.disk.size);
+        if departing.disk.role.attachment() == Attachment::Tpm {
+            continue;
+        }
         let copied_now = AtomicU64::new(0);
         let tell_disk = |lacking: u64, copied: u64| {
             copied_now.store(copied, Ordering::Relaxed);

@@ -76,6 +76,11 @@ impl Memory {
             Self::Arriving(arriving) => Some(&arriving.machine),
         }
     }
+
+    /// Whether the guest had something else in its CD-ROM drive than it has now.
+    pub fn has_other_medium(&self) -> bool {
+        matches!(self, Self::Saved(resume) if resume.other_medium)
+    }
 }
 
 /// Opens the disks and starts a filter that connects to the sockets of the VM's QEMU, whether QEMU runs

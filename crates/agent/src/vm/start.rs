@@ -35,6 +35,7 @@ use super::{Shared, internal};
 use crate::filter::log_level;
 use crate::filter::metrics;
 use crate::filter::{self, Control};
+use crate::hypervisor::cdrom;
 use crate::hypervisor::console::Console;
 use crate::hypervisor::firmware::{self, OpenFirmware};
 use crate::hypervisor::guest_agent::{self, GuestAgent};
@@ -128,7 +129,7 @@ pub async fn boot(
                 cards: &cards,
                 firmware: firmware.as_ref(),
                 tpm: tpm_control.as_ref(),
-                medium: medium.as_ref(),
+                medium: medium.as_ref().filter(|_| !plan.memory.has_other_medium()),
                 boot_once: plan.boot_once,
                 live: &live,
                 machine: plan.memory.machine(),
@@ -136,7 +137,7 @@ pub async fn boot(
             slot.qemu(),
         )
         .map_err(|error| internal(format!("QEMU cannot be started: {error}")))?;
-    drop((tpm_control, medium));
+    drop(tpm_control);
     // QEMU has their taps now, alone: they are gone when it is.
     live.nics = cards.into_iter().map(|card| card.state).collect();
     metrics::QEMU_STARTED.add();
@@ -174,6 +175,10 @@ pub async fn boot(
             }
             _ => problem,
         });
+    }
+    if plan.memory.has_other_medium() {
+        // So its guest learns that what it had read of the former one is not to be had any more.
+        cdrom::change(&qmp, medium.as_ref()).await.map_err(internal)?;
     }
     let running = Running {
         directory: directory.clone(),

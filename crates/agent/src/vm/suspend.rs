@@ -9,10 +9,12 @@
 //! Until the file has its name the guest can go on; from then on it is suspended.
 
 use std::fs::File;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
 use tokio::task::{JoinHandle, spawn_blocking};
+use vmseal_api::boot::Cdrom;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::{Device, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -104,6 +106,8 @@ pub struct Resume {
     reader: Mutex<Option<MemoryReader>>,
     /// The type of the machine.
     pub machine: String,
+    /// Whether something else is in its CD-ROM drive than when it was suspended.
+    pub other_medium: bool,
 }
 
 /// Where the memory of a VM is saved, also where the copy of its first disk has taken the disk's place. Only for its owner. Blocks.
@@ -126,12 +130,15 @@ pub fn open(
     let files = files_of(registered)?;
     let (saved, reader) = files.open(registered, kek, generation)?;
     let SavedMachine { machine, record } = saved;
+    let drive = record.spec.hardware.cdrom.clone();
     let spec = same_machine(registered, record.spec)?;
+    let other_medium = spec.hardware.cdrom != drive;
     let live = Live { nics: Vec::new(), ..record.live };
-    Ok((spec, live, Resume { files, reader: Mutex::new(Some(reader)), machine }))
+    let reader = Mutex::new(Some(reader));
+    Ok((spec, live, Resume { files, reader, machine, other_medium }))
 }
 
-/// The machine that was saved, with keys and devices as they are registered.
+/// The machine that was saved, with keys and devices as they are registered, and what is in its CD-ROM drive now.
 pub fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
     let id = |device: &Device| match device {
         Device::Disk(disk) => disk.disk.0,
@@ -151,7 +158,10 @@ pub fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Proble
     // What is done when the guest panics may have changed meanwhile.
     let (on_crash, crash_dump_format) =
         (registered.hardware.on_crash, registered.hardware.crash_dump_format);
-    let hardware = Hardware { on_crash, crash_dump_format, ..saved.hardware };
+    // A medium is a file of the host that it was put in at: a VM without it has an empty drive, wherever it is.
+    let now = registered.hardware.medium().map(Path::to_owned);
+    let cdrom = saved.hardware.cdrom.map(|_| Cdrom { medium: now });
+    let hardware = Hardware { on_crash, crash_dump_format, cdrom, ..saved.hardware };
     let (vcpus, memory) = (saved.vcpus, saved.memory);
     Ok(VmSpec { vcpus, memory, hardware, devices, ..registered.clone() })
 }
@@ -202,4 +212,31 @@ pub async fn is_suspended(spec: &VmSpec) -> Option<bool> {
     let spec = spec.clone();
     let look = move || mirror::is_suspended(&spec).ok();
     spawn_blocking(look).await.ok().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_goes_on_has_in_its_drive_what_is_in_there_now() {
+        let with = |cdrom: Option<Cdrom>| {
+            let mut spec = crate::process::run_dir::tests::spec();
+            spec.hardware.cdrom = cdrom;
+            spec
+        };
+        let drive = |medium: Option<&str>| Some(Cdrom { medium: medium.map(Into::into) });
+        for (saved, now, expected) in [
+            (drive(Some("/a.iso")), drive(Some("/a.iso")), drive(Some("/a.iso"))),
+            (drive(Some("/a.iso")), drive(None), drive(None)),
+            (drive(Some("/a.iso")), drive(Some("/b.iso")), drive(Some("/b.iso"))),
+            (drive(None), drive(Some("/b.iso")), drive(Some("/b.iso"))),
+            // Its machine is the one that was saved.
+            (drive(Some("/a.iso")), None, drive(None)),
+            (None, drive(Some("/b.iso")), None),
+        ] {
+            let spec = same_machine(&with(now.clone()), with(saved.clone())).unwrap();
+            assert_eq!(spec.hardware.cdrom, expected, "{saved:?}, {now:?}");
+        }
+    }
 }

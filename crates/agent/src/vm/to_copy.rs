@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vmseal_api::filter::Holes;
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -88,8 +88,15 @@ impl Departing {
         let layers = layers::read(&Home::of(&disk.datastore, spec.vm)?, disk.disk)?;
         let (tree, (memories, own_memory)) =
             (Tree::of(&layers)?, sent_memory::beside(spec, &disk)?);
-        let before = SentBefore { memories, own_memory, tree };
+        let before = SentBefore { memories, own_memory, tpm: false, tree };
         Ok(Self { disk, facts, before, layers: layers.unwritten() })
+    }
+
+    /// The same of a VM that does not run: what its TPM keeps comes with no memory of a guest, and goes before the disk that has its key.
+    #[must_use]
+    pub fn at_rest(self) -> Self {
+        let tpm = self.disk.role == DiskRole::Tpm;
+        Self { before: SentBefore { tpm, ..self.before }, ..self }
     }
 
     /// Whether it has layers.

@@ -84,8 +84,8 @@ pub struct Departure {
     /// [`MIGRATE_COMPRESSED`](super::version::MIGRATE_COMPRESSED).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compresses: bool,
-    /// Whether the VM is off: its disks are copied, all of them, and nothing else is sent. Both hosts have
-    /// [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
+    /// Whether the VM is off: its disks are copied, all of them, and nothing else is sent but what its TPM keeps. Both hosts have
+    /// [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST), and if it has a TPM [`MIGRATE_TPM_AT_REST`](super::version::MIGRATE_TPM_AT_REST).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
     /// Whether one that is off is suspended: the memory of its guest, which is beside its first disk, is sent with that. Both hosts have
@@ -124,8 +124,9 @@ pub struct ArrivingCopies {
     pub generation: u64,
     /// The disks, each once.
     pub disks: Vec<ArrivingCopy>,
-    /// Whether the VM is off: they are all of its disks, nothing else comes, and it is off here when the job is committed. Both
-    /// hosts have [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST).
+    /// Whether the VM is off: they are all of its disks, nothing else comes but what its TPM keeps, and it is off here when the job is
+    /// committed. Both hosts have [`MIGRATE_AT_REST`](super::version::MIGRATE_AT_REST), and if it has a TPM
+    /// [`MIGRATE_TPM_AT_REST`](super::version::MIGRATE_TPM_AT_REST).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub at_rest: bool,
     /// Whether one that is off is suspended: the memory of its guest comes with its first disk, and it is suspended here when the job is

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 66] = [
+pub const FEATURES: [&str; 67] = [
     "job-create",
     "job-export",
     NICS,
@@ -82,6 +82,7 @@ pub const FEATURES: [&str; 66] = [
     MIGRATE_APART_SNAPSHOTS,
     MIGRATE_AT_REST,
     MIGRATE_SUSPENDED,
+    MIGRATE_TPM_AT_REST,
     MEASURE_KEPT,
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
@@ -258,6 +259,10 @@ pub const MIGRATE_AT_REST: &str = "job-migrate-at-rest";
 
 /// The feature of agents that send and receive the memory of VMs which are suspended with these disks.
 pub const MIGRATE_SUSPENDED: &str = "job-migrate-suspended";
+
+/// The feature of agents that send and receive what the TPM of a VM keeps which is off or suspended, between hosts that have different keys
+/// of the VM.
+pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";

@@ -78,6 +78,10 @@ pub async fn migrate(
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
     }
+    if request.remote.is_some() {
+        // What is said below of replicas is not enough to have it go there.
+        remote::require_no_replica(&vm, &disks)?;
+    }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
     if request.remote.is_some() {

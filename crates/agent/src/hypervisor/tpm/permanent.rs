@@ -3,7 +3,8 @@
 //! ```text
 //! swtpm, former key ─► loads it ─► gives it in the clear ─► agent ─► swtpm, new key, empty directory ─► stores and loads it
 //! ```
-//! This is what QEMU asks of swtpm when a guest moves to another host, without what lasts only as long as the guest runs.
+//! This is what QEMU asks of swtpm when a guest moves to another host, without what lasts only as long as the guest runs. Between the
+//! two it may go to another host ([`crate::storage::sent_tpm`]).
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -111,6 +112,44 @@ impl Permanent {
         Ok(Self { parts })
     }
 
+    /// Writes it, in the clear.
+    ///
+    /// # Errors
+    /// Those of what it writes to.
+    pub fn write_to(&self, to: &mut impl Write) -> io::Result<()> {
+        self.parts.iter().try_for_each(|part| to.write_all(part.expose()))
+    }
+
+    /// Reads what was written so, to the end.
+    ///
+    /// # Errors
+    /// Those of what it reads from; it is nothing, or more than a TPM keeps; there is no memory for it.
+    pub fn read_from(from: &mut impl Read) -> io::Result<Self> {
+        let (mut parts, mut length) = (Vec::new(), 0_usize);
+        loop {
+            let mut part = SecretBytes::zeroed(SECRET_LEN_MAX).map_err(io::Error::other)?;
+            let filled = fill(from, part.expose_mut())?;
+            length += filled;
+            if length as u64 > TPM_STATE_MAX {
+                return Err(io::Error::other("it is more than a TPM keeps"));
+            }
+            match filled {
+                SECRET_LEN_MAX => parts.push(part),
+                0 => break,
+                _ => {
+                    let mut last = SecretBytes::zeroed(filled).map_err(io::Error::other)?;
+                    last.expose_mut().copy_from_slice(&part.expose()[..filled]);
+                    parts.push(last);
+                    break;
+                }
+            }
+        }
+        if parts.is_empty() {
+            return Err(io::Error::other("it is nothing"));
+        }
+        Ok(Self { parts })
+    }
+
     /// Gives it to a TPM that has loaded nothing; returns the code of the result.
     fn write(&self, control: &mut UnixStream) -> io::Result<u32> {
         let length: usize = self.parts.iter().map(SecretBytes::len).sum();
@@ -125,6 +164,20 @@ impl Permanent {
         let [code] = words(control)?;
         Ok(code)
     }
+}
+
+/// Reads until there is no room, or nothing more to read. Returns how much that is.
+fn fill(from: &mut impl Read, room: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < room.len() {
+        match from.read(&mut room[filled..]) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
 }
 
 /// Reads so many words of an answer.
@@ -147,6 +200,21 @@ mod tests {
     use crate::hypervisor::tpm::PROGRAM;
     use crate::process::run_dir::RunDir;
     use crate::storage::tpm_state;
+
+    #[test]
+    fn what_is_written_is_read_again_up_to_what_a_tpm_keeps() {
+        let content = |length: usize| (0..length).map(|at| at as u8).collect::<Vec<_>>();
+        let most = usize::try_from(TPM_STATE_MAX).unwrap();
+        for length in [1, 700, SECRET_LEN_MAX, SECRET_LEN_MAX + 1, most] {
+            let mut written = Vec::new();
+            let read = Permanent::read_from(&mut &content(length)[..]).unwrap();
+            read.write_to(&mut written).unwrap();
+            assert!(written == content(length), "{length}");
+        }
+        for length in [0, most + 1] {
+            assert!(Permanent::read_from(&mut &content(length)[..]).is_err(), "{length}");
+        }
+    }
 
     #[tokio::test]
     async fn another_swtpm_keeps_the_same_under_another_key() {

@@ -10,7 +10,6 @@
 //! with the TPM before that is in the copy, and nothing is done with it afterwards, as the VM's owner, who lets the disk pivot, starts no
 //! guest meanwhile. Of a copy on another datastore the former directory keeps its name, where nobody looks for it any more.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,10 +20,13 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::{Mirror, copy_dek, identity, image_of_copy, of_disk, rename};
-use crate::hypervisor::tpm::{END_TIMEOUT, State, Swtpm};
+use crate::hypervisor::tpm::Swtpm;
+use crate::process::run_dir::ProcessDir;
+use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, too_many};
 use crate::storage::home::Home;
 use crate::storage::tpm_disk::key_of;
+use crate::storage::tpm_handover::Side;
 use crate::storage::{opening, tpm_state};
 
 /// What a TPM keeps, to be copied.
@@ -41,22 +43,13 @@ pub struct CopyTpm {
     pub swtpm: Swtpm,
 }
 
-/// A directory of what a TPM keeps, with all that swtpm needs for it.
-struct Side {
-    directory: File,
-    /// The image of its disk, with its lock.
-    lock: File,
-    key: SecretBytes,
-}
-
 /// What a TPM keeps, and where that is encrypted anew.
 struct Both {
-    former: Side,
-    new: Side,
+    former: Arc<Side>,
+    new: Arc<Side>,
     /// The new directory, before and after it is whole.
     begun: PathBuf,
     whole: PathBuf,
-    user: Option<u32>,
 }
 
 impl CopyTpm {
@@ -65,13 +58,13 @@ impl CopyTpm {
     /// # Errors
     /// `damaged`, `locked`, `in-use`, those of the file system and of swtpm: all is as it was.
     pub async fn run(self, builder: &DiskBuilder) -> Result<(), Problem> {
-        let slot = builder.users.take().ok_or_else(too_many)?;
+        let slot = Arc::new(builder.users.take().ok_or_else(too_many)?);
         // A filter of an earlier attempt is ended, which releases the images; it may have had the disk pivot before.
         builder.directory.renew().await.map_err(internal)?;
-        let (user, swtpm) = (slot.tpm(), self.swtpm.clone());
-        let opened = spawn_blocking(move || self.open(user)).await.map_err(internal)?;
+        let (of, swtpm) = (Arc::clone(&slot), self.swtpm.clone());
+        let opened = spawn_blocking(move || self.open(&of)).await.map_err(internal)?;
         let copied = match opened {
-            Ok(Some(both)) => both.encrypt_anew(swtpm, builder).await,
+            Ok(Some(both)) => both.encrypt_anew(swtpm, &builder.directory).await,
             Ok(None) => Ok(()),
             Err(problem) => Err(problem),
         };
@@ -82,7 +75,7 @@ impl CopyTpm {
     }
 
     /// Opens both; none where the disk has pivoted. Blocks.
-    fn open(&self, user: Option<u32>) -> Result<Option<Both>, Problem> {
+    fn open(&self, slot: &Arc<Slot>) -> Result<Option<Both>, Problem> {
         let Self { spec, disk, facts, kek, .. } = self;
         let mirror = of_disk(spec.vm, disk)?;
         let Some(mirror) = mirror.filter(|mirror| !mirror.pivoted) else { return Ok(None) };
@@ -94,54 +87,32 @@ impl CopyTpm {
         drop_copies(&target, id)?;
         let (begun, whole) = (target.unfinished_tpm(id), target.copy_tpm(id));
         let former = Side {
-            directory: tpm_state::open(&source.tpm_state(id), user)?,
+            directory: tpm_state::open(&source.tpm_state(id), slot.tpm())?,
             lock: former.file,
             key: key_of(&former.dek, id)?,
+            slot: Arc::clone(slot),
         };
-        let new =
-            Side { directory: tpm_state::make(&begun, user)?, lock: copy, key: key_of(&dek, id)? };
-        Ok(Some(Both { former, new, begun, whole, user }))
+        let new = Side {
+            directory: tpm_state::make(&begun, slot.tpm())?,
+            lock: copy,
+            key: key_of(&dek, id)?,
+            slot: Arc::clone(slot),
+        };
+        Ok(Some(Both { former: Arc::new(former), new: Arc::new(new), begun, whole }))
     }
 }
 
 impl Both {
     /// Fills the new directory, and gives it the name that says that it is whole.
-    async fn encrypt_anew(self, swtpm: Swtpm, builder: &DiskBuilder) -> Result<(), Problem> {
-        let (both, directory) = (Arc::new(self), &builder.directory);
-        let (of, program, place) = (Arc::clone(&both), swtpm.clone(), directory.clone());
-        let take = move || program.take(&place, &of.state(&of.former));
-        let (permanent, process) = spawn_blocking(take).await.map_err(internal)??;
-        process.end_within(END_TIMEOUT).await;
-        let (of, program, place) = (Arc::clone(&both), swtpm.clone(), directory.clone());
-        let give = move || program.give(&place, &of.state(&of.new), &permanent);
-        spawn_blocking(give).await.map_err(internal)??.end_within(END_TIMEOUT).await;
-        // As at the VM's next start: what is there opens with the new key.
-        let (of, place) = (Arc::clone(&both), directory.clone());
-        let load = move || {
-            let started = swtpm.start(&place, &of.state(&of.new)).map_err(not_opened)?;
-            started.shut_down().map_err(internal)
-        };
-        spawn_blocking(load).await.map_err(internal)??.end_within(END_TIMEOUT).await;
+    async fn encrypt_anew(self, swtpm: Swtpm, directory: &ProcessDir) -> Result<(), Problem> {
+        let permanent = self.former.take(&swtpm, directory).await?;
+        self.new.give(&swtpm, directory, permanent).await?;
         let finish = move || {
-            tpm_state::flush(&both.begun, &both.new.directory)?;
-            rename(&both.begun, &both.whole)
+            tpm_state::flush(&self.begun, &self.new.directory)?;
+            rename(&self.begun, &self.whole)
         };
         spawn_blocking(finish).await.map_err(internal)?
     }
-
-    fn state<'a>(&self, side: &'a Side) -> State<'a> {
-        State { directory: &side.directory, lock: &side.lock, key: &side.key, user: self.user }
-    }
-}
-
-/// What was just encrypted anew does not open: nothing is to be restored.
-fn not_opened(problem: Problem) -> Problem {
-    if problem.code != ErrorCode::Damaged {
-        return problem;
-    }
-    internal(
-        "swtpm does not load what it has just stored under another key: what the VM's TPM keeps is as it was, and may be copied again",
-    )
 }
 
 /// Refuses a datastore where a directory has the name that is to be that of what the TPM keeps.

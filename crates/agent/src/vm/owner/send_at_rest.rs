@@ -1,5 +1,5 @@
 //! A VM that is off and is sent to another host: its disks are copied there, all of them, and nothing else is sent; of one that is
-//! suspended the memory of its guest, too, which is a file beside its first disk.
+//! suspended the memory of its guest, too, which is a file beside its first disk; and what its TPM keeps, if it has one.
 //!
 //! ```text
 //!   Off ─ put ─► a worker sends the disks ─► all are there: ready to commit ─ commit ─► the server removes them here
@@ -20,7 +20,7 @@ use crate::rules;
 use crate::vm::internal;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
 use crate::vm::sending_at_rest::SendingAtRest;
-use crate::vm::to_copy::ToCopy;
+use crate::vm::to_copy::{Departing, ToCopy};
 
 impl Owner {
     /// The disks of the VM, which was off, have been received here: the job of that is done.
@@ -47,6 +47,10 @@ impl Owner {
         let (shared, vm) = (self.shared.clone(), self.spec.clone());
         let session = session_of(&shared, vm.vm, &departure.session)?;
         let (disks, kek) = (self.departing(&job.copies).await?, self.clone_kek()?);
+        let disks: Vec<_> = disks.into_iter().map(Departing::at_rest).collect();
+        if disks.iter().any(|departing| departing.before().tpm) {
+            shared.swtpm.examine()?;
+        }
         let told_under = copy_secret(&shared, vm.vm, &departure.session, kek.as_ref())?;
         let transit = memory_transit(&departure.session, told_under.as_ref())?;
         // No filter of a guest is there, and none is asked.

@@ -1,4 +1,4 @@
-//! A VM that is off and comes from another host: copies of all its disks.
+//! A VM that is off or suspended and comes from another host: copies of all its disks, and what its TPM keeps.
 //!
 //! ```text
 //!            the source connects             all disks are whole            commit
@@ -10,7 +10,8 @@
 //! and it is registered as the inventory says. One that restarts before that has none of them.
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskState, VmSpec};
+use vmseal_api::host::{DiskRole, DiskState, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::{CONNECT_TIMEOUT, MACHINE_TIMEOUT};
@@ -63,6 +64,11 @@ impl Coming {
         if memories != usize::from(self.suspended) {
             return Err(unexpected());
         }
+        // Without what it keeps, its TPM would be another one, or none.
+        let keeps = |place: usize| before.get(place).is_some_and(|before| before.tpm);
+        if copies.iter().enumerate().any(|(place, disk)| self.is_of_tpm(*disk) != keeps(place)) {
+            return Err(unexpected());
+        }
         match self.take(&before, &mut link).await {
             Ok(copied) => {
                 link.finish().await;
@@ -74,6 +80,10 @@ impl Coming {
                 Err(problem)
             }
         }
+    }
+
+    fn is_of_tpm(&self, disk: DiskId) -> bool {
+        self.vm.disk(disk).is_some_and(|disk| disk.role == DiskRole::Tpm)
     }
 
     async fn take(&self, before: &[SentBefore], link: &mut Link) -> Result<Copied, Problem> {

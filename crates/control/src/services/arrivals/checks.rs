@@ -4,9 +4,9 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
     IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
-    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED,
+    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST,
 };
-use vmseal_api::host::{Allocation, CopyRoom, HostAgent, HostDescription, KeptRoom};
+use vmseal_api::host::{Allocation, CopyRoom, DiskRole, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival};
@@ -267,6 +267,7 @@ fn versions(
     let vm = &arrival.vm;
     let with_snapshots = !vm.snapshots.is_empty();
     let with_state = keeps_state(vm.disks.iter().map(|disk| disk.role));
+    let with_tpm = vm.disks.iter().any(|disk| disk.role == DiskRole::Tpm);
     let needed = [
         (MIGRATE, true),
         (MIGRATE_DISKS, true),
@@ -277,6 +278,7 @@ fn versions(
         (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
         (MIGRATE_AT_REST, arrival.at_rest),
         (MIGRATE_SUSPENDED, arrival.suspended.is_some()),
+        (MIGRATE_TPM_AT_REST, arrival.at_rest && with_tpm),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {

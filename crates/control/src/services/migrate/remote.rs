@@ -42,7 +42,9 @@ pub(super) async fn migrate(
         let what = "what goes to another control plane is not compressed: leave it out";
         return Err(Problem::invalid("compress", what));
     }
-    let (is_off, suspended) = (rest.is_some(), rest == Some(Power::Suspended));
+    require_no_replica(vm, disks)?;
+    let (is_off, with) = (rest.is_some(), at_rest::With::of(disks, rest));
+    let suspended = with.memory;
     if is_off {
         at_rest::require_no_guest_of(&request)?;
     }
@@ -50,14 +52,14 @@ pub(super) async fn migrate(
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
     if is_off {
-        at_rest::require_sendable(services, vm, disks, suspended)?;
+        at_rest::require_sendable(services, vm, with)?;
     }
     let plane = services.remotes.of(&remote)?;
     let about = plane.about().await?;
     require_arrivals(&remote.name, &about)?;
     with_snapshots::require(services, vm, (&remote.name, &about)).await?;
     if is_off {
-        at_rest::require_taken(&remote.name, &about, suspended)?;
+        at_rest::require_taken(&remote.name, &about, with)?;
     }
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
@@ -101,7 +103,7 @@ pub(super) async fn migrate(
             let how = (&*remote.name, &found, &*kept);
             let mut plan = explained(plan, vm, how, encrypted || is_off);
             plan.warnings.extend(counted.err());
-            plan.warnings.extend(is_off.then(|| at_rest::stays(vm, suspended, encrypted)));
+            plan.warnings.extend(is_off.then(|| at_rest::stays(vm, with, encrypted)));
             Outcome::Planned(plan)
         }
         done => done,
@@ -137,15 +139,28 @@ fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Probl
     Err(Problem { field: Some("remote".to_owned()), ..problem })
 }
 
+/// Refuses a VM with replicas, whether it runs or not.
+pub(super) fn require_no_replica(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+    let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) else { return Ok(()) };
+    let tpm = if vm.hardware.tpm { "; its TPM is a new one" } else { "" };
+    let detail = format!(
+        "VM '{1}' has a replica of its disk '{0}', which would stay behind: a VM with replicas does not go to another control plane. Clone it with a policy without replicas, and send the clone (vmseal vm clone {1} NAME){tpm}",
+        disk.name, vm.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
 /// Refuses a VM that would leave something behind, or whose host cannot send all of it.
 async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
     let refuse =
         |what: &str| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
     let mut read = services.store.read().await?;
-    if let Some(dump) = dumps::of_vm(&mut read, vm.id).await?.first() {
-        let (name, dump) = (&vm.name, &dump.name);
+    let dumps = dumps::of_vm(&mut read, vm.id).await?;
+    if let Some(first) = dumps.first() {
+        let all: Vec<_> = dumps.iter().map(|dump| format!("'{}'", dump.name)).collect();
+        let (name, first, all) = (&vm.name, &first.name, all.join(", "));
         return refuse(&format!(
-            "has core dumps, '{dump}' for one, which do not go to another control plane and would be removed with its former images: decrypt what is needed of them (vmseal dump decrypt {name} {dump} --to FILE), and delete them first (vmseal dump delete {name} {dump})"
+            "has core dumps ({all}), which do not go to another control plane and would be removed with its former images: decrypt what is needed of each (vmseal dump decrypt {name} {first} --to FILE), and delete all of them first (vmseal dump delete {name} {first})"
         ));
     }
     drop(read);

@@ -53,7 +53,7 @@ async fn reserve(fixture: &Fixture, vm: VmId) -> DiskId {
 }
 
 /// The disk of a TPM that is asked for.
-async fn reserve_tpm(fixture: &Fixture, vm: VmId) -> DiskId {
+pub(super) async fn reserve_tpm(fixture: &Fixture, vm: VmId) -> DiskId {
     let mut write = fixture.store.write().await.unwrap();
     let disk = fixture.disks(vm).await.remove(0);
     let disk = disks::Disk {

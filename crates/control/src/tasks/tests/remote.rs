@@ -4,6 +4,7 @@
 mod at_rest;
 mod killed;
 mod with_snapshots;
+mod with_tpm;
 
 use std::sync::Arc;
 

@@ -1,17 +1,38 @@
 //! The checks before a VM that is off or suspended goes to another control plane: of the VM, of its host, and of the other control plane.
-//! The host sends the VM's disks, and its memory if it is suspended.
+//! The host sends the VM's disks, what its TPM keeps, and its memory if it is suspended.
 
-use vmseal_api::host::DiskRole;
-use vmseal_api::host::version::{MIGRATE_AT_REST, MIGRATE_SUSPENDED};
+use vmseal_api::host::version::{MIGRATE_AT_REST, MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST};
+use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model::About;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ARRIVALS_AT_REST, ARRIVALS_SUSPENDED};
+use vmseal_api::remote::{ARRIVALS_AT_REST, ARRIVALS_SUSPENDED, ARRIVALS_TPM_AT_REST};
 use vmseal_api::request::MigrateVm;
 
 use crate::services::vms::require_no_template;
 use crate::services::{Services, features};
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
+
+/// What goes with the disks of a VM that does not run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct With {
+    /// The memory of its guest: it is suspended.
+    pub memory: bool,
+    /// What its TPM keeps.
+    pub tpm: bool,
+}
+
+impl With {
+    pub(super) fn of(disks: &[Disk], rest: Option<Power>) -> Self {
+        let tpm = disks.iter().any(|disk| disk.role == DiskRole::Tpm);
+        Self { memory: rest == Some(Power::Suspended), tpm }
+    }
+
+    /// The command that has such a VM run, and what it does.
+    fn run(self) -> &'static str {
+        if self.memory { "resume" } else { "start" }
+    }
+}
 
 /// Refuses what is asked of a guest that runs.
 pub(super) fn require_no_guest_of(request: &MigrateVm) -> Result<(), Problem> {
@@ -23,55 +44,46 @@ pub(super) fn require_no_guest_of(request: &MigrateVm) -> Result<(), Problem> {
 }
 
 /// Refuses a VM that would leave something behind, or whose host cannot send it.
-pub(super) fn require_sendable(
-    services: &Services,
-    vm: &Vm,
-    disks: &[Disk],
-    suspended: bool,
-) -> Result<(), Problem> {
+pub(super) fn require_sendable(services: &Services, vm: &Vm, with: With) -> Result<(), Problem> {
     require_no_template(vm)?;
-    let refuse =
-        |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
-    if let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) {
-        return refuse(format!(
-            "has a replica of its disk '{0}', which would stay behind: a VM with replicas does not go to another control plane. Clone it with a policy without replicas, and send the clone (vmseal vm clone {1} NAME)",
-            disk.name, vm.name
-        ));
-    }
-    let word = if suspended { "resume" } else { "start" };
-    if disks.iter().any(|disk| disk.role == DiskRole::Tpm) {
-        return refuse(format!(
-            "has a TPM, and what that keeps goes to another control plane only while the VM runs: {word} it first (vmseal vm {word} {})",
-            vm.name
-        ));
-    }
     features::require(services, vm, MIGRATE_AT_REST, "send VMs that are off")?;
-    if !suspended {
+    if with.tpm {
+        let what = "send what the TPM of a VM keeps that does not run";
+        features::require(services, vm, MIGRATE_TPM_AT_REST, what)?;
+    }
+    if !with.memory {
         return Ok(());
     }
     if let Some(path) = vm.hardware.medium() {
         // Its guest has the file open; what has the same name there may be another.
-        return refuse(format!(
-            "is suspended with {} in its CD-ROM drive, which is a file of its host: resume it, and eject that first (vmseal vm resume {1}, vmseal vm cdrom eject {1})",
+        let detail = format!(
+            "VM '{1}' is suspended with {0} in its CD-ROM drive, which is a file of its host: eject that first (vmseal vm cdrom eject {1}). Its guest, which has it open, finds the drive empty when it is resumed: to have it let go before, resume it first (vmseal vm resume {1})",
             path.display(),
             vm.name
-        ));
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     features::require(services, vm, MIGRATE_SUSPENDED, "send VMs that are suspended")
 }
 
 /// Refuses a control plane of an earlier version.
-pub(super) fn require_taken(remote: &str, about: &About, suspended: bool) -> Result<(), Problem> {
+pub(super) fn require_taken(remote: &str, about: &About, with: With) -> Result<(), Problem> {
     let has = |feature| about.features.iter().any(|it| it == feature);
     let detail = if !has(ARRIVALS_AT_REST) {
         format!(
             "remote '{remote}' runs vmseal {}, which takes VMs of other control planes only while they run: upgrade it, or start the VM first",
             about.vmseal
         )
-    } else if suspended && !has(ARRIVALS_SUSPENDED) {
+    } else if with.memory && !has(ARRIVALS_SUSPENDED) {
         format!(
             "remote '{remote}' runs vmseal {}, which takes no VMs that are suspended ({ARRIVALS_SUSPENDED}): upgrade it, or resume the VM first",
             about.vmseal
+        )
+    } else if with.tpm && !has(ARRIVALS_TPM_AT_REST) {
+        format!(
+            "remote '{remote}' runs vmseal {}, which takes VMs with a TPM only while they run ({ARRIVALS_TPM_AT_REST}): upgrade it, or {} the VM first",
+            about.vmseal,
+            with.run()
         )
     } else {
         return Ok(());
@@ -80,13 +92,16 @@ pub(super) fn require_taken(remote: &str, about: &About, suspended: bool) -> Res
 }
 
 /// What a plan says of it.
-pub(super) fn stays(vm: &Vm, suspended: bool, encrypted: bool) -> String {
+pub(super) fn stays(vm: &Vm, with: With, encrypted: bool) -> String {
     let how = if encrypted { "" } else { " in the clear" };
-    let name = &vm.name;
-    if suspended {
-        return format!(
-            "VM '{name}' is suspended: its disks and the memory of its guest are sent{how}, and it is suspended at the other control plane"
-        );
-    }
-    format!("VM '{name}' is off: its disks are sent{how}, and it is off at the other control plane")
+    let (state, what) = match (with.memory, with.tpm) {
+        (false, false) => ("off", "its disks"),
+        (false, true) => ("off", "its disks and what its TPM keeps"),
+        (true, false) => ("suspended", "its disks and the memory of its guest"),
+        (true, true) => ("suspended", "its disks, what its TPM keeps and the memory of its guest"),
+    };
+    format!(
+        "VM '{}' is {state}: {what} are sent{how}, and it is {state} at the other control plane",
+        vm.name
+    )
 }
