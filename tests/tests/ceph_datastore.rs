@@ -281,6 +281,15 @@ fn keys(bench: &CephInstallation) {
     assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
 
     bench.cluster.ceph(&["auth", "import", "-i", text(&another).unwrap()]);
+    // With one that may read and not write, all guests would stand still.
+    let allow = |osd: &str| {
+        bench.cluster.ceph(&["auth", "caps", user, "mon", "profile rbd", "osd", osd]);
+    };
+    allow("profile rbd-read-only pool=vmseal");
+    let refused = here.refused(&["datastore", "remount", "held"]).unwrap();
+    assert!(refused.contains("the pool 'vmseal' cannot be written to"), "{refused}");
+    assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
+    allow("profile rbd pool=vmseal");
     let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
     assert!(planned.contains("VM 'web': its guest waits for a second or two"), "{planned}");
     assert_eq!(server_at(&place), server, "a dry run has ended it");

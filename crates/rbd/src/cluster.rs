@@ -1,6 +1,6 @@
 //! A connection to a Ceph cluster, and a pool of it with its objects.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::io;
 use std::ptr;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
 use crate::library::{
-    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, WriteOperation,
-    load, loaded,
+    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados,
+    WriteOperation, load, loaded,
 };
 
 /// How long connecting may take: more than an election of monitors.
@@ -713,18 +713,29 @@ impl Drop for Pool {
 }
 
 /// Changes to one object, collected.
-struct Change(WriteOperation);
+pub(crate) struct Change(WriteOperation);
 
 impl Change {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SAFETY: it is released when this is dropped.
         Self(unsafe { (loaded().rados.rados_create_write_op)() })
     }
 
+    /// The operation, open for as long as this lives.
+    pub(crate) fn operation(&self) -> WriteOperation {
+        self.0
+    }
+
     fn carry_out(self, pool: &Pool, object: &CStr) -> io::Result<()> {
+        self.carry_out_with(pool, object, NO_FLAGS)
+    }
+
+    /// The same with flags of the library (`LIBRADOS_OPERATION_...`).
+    pub(crate) fn carry_out_with(self, pool: &Pool, object: &CStr, flags: c_int) -> io::Result<()> {
         let operate = loaded().rados.rados_write_op_operate;
         // SAFETY: the operation and the pool are open.
-        checked(unsafe { operate(self.0, pool.io, object.as_ptr(), ptr::null_mut(), 0) }).map(drop)
+        checked(unsafe { operate(self.0, pool.io, object.as_ptr(), ptr::null_mut(), flags) })
+            .map(drop)
     }
 }
 

@@ -36,6 +36,7 @@ use vmseal_rbd::library;
 use vmseal_rbd::locks::Locks;
 use vmseal_rbd::open_file::Store;
 use vmseal_rbd::predecessors::Predecessors;
+use vmseal_rbd::trial::{self, Use};
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
 
@@ -78,8 +79,8 @@ struct Options {
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
-    /// Only connect, and read what the root directory has: nothing is mounted, and nothing is written. It says whether the key and the
-    /// addresses are good
+    /// Only connect, read what the root directory has, and write an object to each pool, which is removed again: nothing is mounted. It
+    /// says whether the key and the addresses are good, and whether the user may do what a mount does
     #[arg(long, conflicts_with = "create")]
     check: bool,
     /// Where the process notes its address in the cluster
@@ -128,13 +129,26 @@ fn run(options: Options) -> anyhow::Result<()> {
     served.map_err(|_| anyhow!("the file system ended by a defect"))?
 }
 
-/// Connects as a mount would, and reads the root directory. Nobody else is disturbed: it takes no lock.
+/// Connects as a mount would, reads the root directory, and writes to each pool. Nobody else is disturbed: what it writes and locks is an
+/// object that nothing else uses.
 fn check(options: &Options) -> anyhow::Result<()> {
     let (cluster, _) = connect(options)?;
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
-    Directories::new(pool)
+    Directories::new(Arc::clone(&pool))
         .list(Inode::ROOT)
         .with_context(|| format!("the pool '{}' cannot be read", options.pool))?;
+    let cannot = |pool: &str| {
+        let user = &options.user;
+        format!(
+            "the pool '{pool}' cannot be written to: does user {user} have 'profile rbd' for it (ceph auth get {user})?"
+        )
+    };
+    trial::write(&pool, Use::Names).with_context(|| cannot(&options.pool))?;
+    if let Some(name) = &options.data_pool {
+        // Data of images is in the namespace that their headers are in.
+        let pool = Pool::open(&cluster, name, &options.namespace)?;
+        trial::write(&pool, Use::Data).with_context(|| cannot(name))?;
+    }
     tracing::info!(pool = options.pool, "the key is good");
     Ok(())
 }

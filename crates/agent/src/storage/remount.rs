@@ -1,9 +1,9 @@
 //! Has another `vmseal-rbd` serve a pool that is mounted, so that it is mounted with the key, or the keyring, of now.
 //!
 //! ```text
-//!  mounted ──another one connects with the key, and reads──> it may ──the first one is killed──> not mounted ──> mounted
-//!     ^                          │
-//!     └──refused, or no answer───┘
+//!  mounted ──another one connects with the key, reads and writes──> it may ──the first one is killed──> not mounted ──> mounted
+//!     ^                              │
+//!     └────refused, or no answer─────┘
 //! ```
 //! The filters whose disks it serves end with the first one, and are started again, as when it dies by itself. So an agent that dies in
 //! between leaves what the death of `vmseal-rbd` leaves: the next one mounts the pool when something of it is needed.
@@ -83,7 +83,7 @@ fn unknown(path: &Path) -> Problem {
     Problem::new(ErrorCode::WrongState, what)
 }
 
-/// Has `vmseal-rbd` connect as for a mount, and read.
+/// Has `vmseal-rbd` connect as for a mount, read and write. What it writes it removes, or the next trial does.
 fn try_to_connect(
     (program, run_dir): (&Path, &Path),
     path: &Path,
