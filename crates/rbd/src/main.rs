@@ -40,6 +40,9 @@ use vmseal_rbd::trial::{self, Use};
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
 
+/// How long `--check` may take, in seconds. The agent waits for less, and cannot end one that systemd has started.
+const CHECK_SECONDS: u32 = 15;
+
 /// How many threads take requests: those that ask the cluster about names wait for the answer.
 const THREADS: usize = 4;
 
@@ -132,6 +135,8 @@ fn run(options: Options) -> anyhow::Result<()> {
 /// Connects as a mount would, reads the root directory, and writes to each pool. Nobody else is disturbed: what it writes and locks is an
 /// object that nothing else uses.
 fn check(options: &Options) -> anyhow::Result<()> {
+    // Ends the process: a call of the library that waits for the cluster cannot be given up.
+    nix::unistd::alarm::set(CHECK_SECONDS);
     let (cluster, _) = connect(options)?;
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
     Directories::new(Arc::clone(&pool))

@@ -109,8 +109,8 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// still for a second or two. Returns the fingerprint of the key that the mount uses, where the server has given it. Agents without the feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
     ///
     /// # Errors
-    /// `unreachable` where the cluster refuses the key or does not answer: the pool stays mounted as it is. `wrong-state` for a directory, or
-    /// where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
+    /// `unreachable` where the cluster refuses the key or does not answer, `timed-out` where the process does not: the pool stays mounted as
+    /// it is. `wrong-state` for a directory, or where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
