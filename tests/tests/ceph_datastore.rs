@@ -5,6 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use vmseal_secret::cephx::CephxKey;
+use vmseal_secret::derive::pool_key_fingerprint;
 use vmseal_tests::ceph::{is_installed, said};
 use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{
@@ -313,6 +315,11 @@ fn keys(bench: &CephInstallation) {
     let server = bench.server();
     here.vmseal(&["datastore", "remount", "ceph"]).unwrap();
     assert!(bench.server().is_some() && bench.server() != server);
+    let keyring = std::fs::read(bench.cluster.user()).unwrap();
+    let key = CephxKey::in_file(&keyring, "client.vmseal").unwrap().to_secret().unwrap();
+    let fingerprint = pool_key_fingerprint(&key).unwrap();
+    let shown = here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    assert!(shown.contains(&format!("host 'here': {fingerprint}, of its keyring")), "{shown}");
     let refused = here.refused(&["datastore", "remount", "local"]).unwrap();
     assert!(refused.contains("is a directory"), "{refused}");
 }

@@ -27,15 +27,6 @@ const KEYS_AT_A_TIME: u64 = 512;
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
 
-/// Where the user's key is.
-#[derive(Debug)]
-pub enum UserKey {
-    /// In a keyring.
-    InFile(String),
-    /// It was given.
-    Given(CephxKey),
-}
-
 /// Which cluster, and as whom.
 #[derive(Debug)]
 pub struct Access {
@@ -44,7 +35,7 @@ pub struct Access {
     /// The user, `client.NAME`.
     pub user: String,
     /// Its key.
-    pub key: UserKey,
+    pub key: CephxKey,
     /// How data goes over the network.
     pub messenger: Messenger,
 }
@@ -148,17 +139,11 @@ impl Cluster {
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
-        let keyring: &str = match &access.key {
-            UserKey::InFile(path) => path,
-            // None of this machine: the key that is given counts.
-            UserKey::Given(_) => "",
-        };
-        if let UserKey::Given(key) = &access.key {
-            self.set("key", key.expose_c())?;
-        }
+        self.set("key", access.key.expose_c())?;
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
-            ("keyring", keyring),
+            // None of this machine: the key that is given counts.
+            ("keyring", ""),
             ("ms_client_mode", messenger),
             ("ms_mon_client_mode", messenger),
             ("client_mount_timeout", CONNECT_SECONDS),

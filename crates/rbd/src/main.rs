@@ -25,7 +25,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
-use vmseal_rbd::cluster::{Access, Cluster, Pool, UserKey};
+use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
@@ -126,7 +126,7 @@ fn run(options: Options) -> anyhow::Result<()> {
             let _ = umount2(&directory, MntFlags::MNT_DETACH);
         }
         drop(mounted);
-        confinement::enter(Path::new("/dev/null")).context("the process cannot be confined")?;
+        confinement::enter().context("the process cannot be confined")?;
     }
     let served = serving.join();
     served.map_err(|_| anyhow!("the file system ended by a defect"))?
@@ -190,21 +190,17 @@ fn mount_at(directory: &Path) -> anyhow::Result<OwnedFd> {
     Ok(fuse.into())
 }
 
-/// Confines the thread and connects; says what a key was given that has a fingerprint.
-fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, Option<String>)> {
-    let keyring = options.keyring.as_deref();
-    let key = match keyring {
-        Some(file) => UserKey::InFile(file.to_string_lossy().into_owned()),
-        None => UserKey::Given(
-            CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
-        ),
+/// Reads the key, confines the thread and connects; says which key it is, by its fingerprint.
+fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, String)> {
+    let key = match &options.keyring {
+        // Not by the library, which does not say what it has read, and reads once it is confined.
+        Some(file) => File::open(file)
+            .and_then(|keyring| CephxKey::read_of(keyring, &options.user))
+            .with_context(|| format!("the keyring {}", file.display()))?,
+        None => CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
     };
-    let fingerprint = match &key {
-        UserKey::InFile(_) => None,
-        UserKey::Given(key) => Some(pool_key_fingerprint(&key.to_secret()?)?),
-    };
-    confinement::enter(keyring.unwrap_or(Path::new("/dev/null")))
-        .context("the process cannot be confined")?;
+    let fingerprint = pool_key_fingerprint(&key.to_secret()?)?;
+    confinement::enter().context("the process cannot be confined")?;
     let access = Access {
         monitors: options.monitors.clone(),
         user: options.user.clone(),
@@ -242,7 +238,7 @@ fn serve(
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let mounted = Mounted { process: std::process::id(), key };
+    let mounted = Mounted { process: std::process::id(), key: Some(key) };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);

@@ -290,8 +290,7 @@ fn mounted(path: &Path) -> Option<Mounted> {
     serde_json::from_slice(&told[..length]).ok()
 }
 
-/// The fingerprint of the key that the mount of a datastore uses; none of a directory or a pool with a keyring, or where that is not said.
-/// Blocks.
+/// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
 #[must_use]
 pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };

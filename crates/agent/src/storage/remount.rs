@@ -36,7 +36,7 @@ const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
 const DEATH_MILLISECONDS: u16 = pool::DEATH_TIMEOUT.as_millis() as u16;
 
 /// Has another process serve a pool, once the cluster has taken what that is to connect with. With `only_try` nothing is changed. Returns
-/// the fingerprint of the key that the mount uses, where the server has given it. Blocks, and no step longer than it may take.
+/// the fingerprint of the key that the mount uses, where that is said. Blocks, and no step longer than it may take.
 ///
 /// # Errors
 /// `unreachable` where the cluster refuses that or does not answer, `timed-out` where what serves the pool does not: it stays mounted as it

@@ -106,7 +106,8 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem>;
 
     /// Has another process serve a pool that is mounted, after the cluster has taken the key that it is to use. Guests with disks there stand
-    /// still for a second or two. Returns the fingerprint of the key that the mount uses, where the server has given it. Agents without the feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
+    /// still for a second or two. Returns the fingerprint of the key that the mount uses, where what serves it says that. Agents without the
+    /// feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
     ///
     /// # Errors
     /// `unreachable` where the cluster refuses the key or does not answer, `timed-out` where the process does not: the pool stays mounted as
