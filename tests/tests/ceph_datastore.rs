@@ -270,9 +270,13 @@ fn keys(bench: &CephInstallation) {
     let mut console = started(here, "held");
     count(&mut console);
 
-    // The server has the next key before the cluster does: the mount goes on, and is not given up for a key that is no good.
+    // The server has the next key before the cluster does, as it is told: the mount goes on, and is not given up for a key that is no good.
     let another = another_key(bench, user);
-    here.vmseal(&["datastore", "set", "held", "--key-file", text(&another).unwrap()]).unwrap();
+    let set = ["datastore", "set", "held", "--key-file", text(&another).unwrap()];
+    let refused = here.refused(&set).unwrap();
+    assert!(refused.contains("the key is not kept, as host 'here' cannot use it"), "{refused}");
+    assert_eq!(used(), (first.clone(), true));
+    here.vmseal(&[&set[..], &["--force"]].concat()).unwrap();
     assert_eq!(used(), (first.clone(), false));
     let server = server_at(&place);
     assert!(server.is_some(), "nobody serves it");
@@ -289,9 +293,13 @@ fn keys(bench: &CephInstallation) {
     };
     allow("profile rbd-read-only pool=vmseal");
     let refused = here.refused(&["datastore", "remount", "held"]).unwrap();
-    assert!(refused.contains("the pool 'vmseal' cannot be written to"), "{refused}");
+    let cannot = "the pool 'vmseal' cannot be written to";
+    assert!(refused.contains(cannot), "{refused}");
+    let refused = here.refused(&set).unwrap();
+    assert!(refused.contains(cannot), "{refused}");
     assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
     allow("profile rbd pool=vmseal");
+    here.vmseal(&set).unwrap();
     let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
     assert!(planned.contains("VM 'web': its guest waits for a second or two"), "{planned}");
     assert_eq!(server_at(&place), server, "a dry run has ended it");

@@ -189,16 +189,10 @@ impl RbdPool {
 pub struct SetDatastoreKey {
     /// The key, base64 as `ceph auth get-key` prints it, sealed for `key of datastore NAME`, the name as in the request's path.
     pub key: SealedPassphrase,
-}
-
-/// Has another process serve a pool that a host has mounted, as when the one that does dies: with the key and the keyring of now.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Remount {
-    /// The pool.
-    pub datastore: DatastoreSpec,
-    /// Only sees whether the cluster takes the key.
-    pub only_try: bool,
+    /// Keep it untried: without this a host of the datastore that is connected tries it, and a key that the cluster refuses, or that no host
+    /// can try, is not kept.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// A datastore on a host.

@@ -21,10 +21,12 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
+use vmseal_api::host::{PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::rbd::Mounted;
 use vmseal_secret::SecretBytes;
 
+use crate::keys::KeyBox;
 use crate::storage::pool::{self, PROGRAM_NAME};
 use crate::storage::timed::Silent;
 
@@ -49,6 +51,40 @@ pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<St
     let program = pool::program_for(path, pool)?;
     let key = pool::key_for(path, pool)?;
     remount_by(program, path, pool, key.as_deref(), only_try)
+}
+
+/// The key that is to be tried in place of the one that the agent holds.
+///
+/// # Errors
+/// `invalid-request` where it is to be used; those of [`KeyBox::open_pool_key`].
+pub(crate) fn key_to_try(
+    key_box: &KeyBox,
+    remount: &Remount,
+) -> Result<Option<SecretBytes>, Problem> {
+    let Some(sealed) = &remount.key else { return Ok(None) };
+    if !remount.only_try {
+        let what = "can only be tried: a pool is mounted with the key that the host holds";
+        return Err(Problem::invalid("key", what));
+    }
+    let path = remount.datastore.location.path().to_owned();
+    key_box.open_pool_key(&PoolKey { path, key: Some(sealed.clone()) })
+}
+
+/// Sees whether the cluster takes this key for a pool, whatever that is mounted with. Nothing is mounted. Blocks.
+///
+/// # Errors
+/// `unreachable` where the cluster refuses it or does not answer; `wrong-state` for a directory.
+pub fn try_key(location: &DatastoreLocation, key: &SecretBytes) -> Result<(), Problem> {
+    let DatastoreLocation::Rbd { path, pool } = location else {
+        return Err(not_a_pool(location.path()));
+    };
+    let program = pool::program_for(path, pool)?;
+    // It is given, whatever file there is on the host.
+    let given = RbdPool { keyring: None, ..(**pool).clone() };
+    // Trials of a pool have one log.
+    let mounting = pool::mounting(path);
+    let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
+    try_to_connect(program, path, &given, Some(key))
 }
 
 /// The same by this program, which keeps its records there.
@@ -176,7 +212,12 @@ mod tests {
     use std::process::Command;
     use std::sync::mpsc;
 
+    use base64::Engine;
+    use base64::engine::general_purpose::STANDARD;
     use nix::mount::{MntFlags, MsFlags, mount, umount2};
+    use vmseal_api::host::{DatastoreSpec, SealedKey, pool_key_info};
+    use vmseal_api::id::DatastoreId;
+    use vmseal_secret::sealed_box;
 
     use super::*;
     use crate::storage::pool::tests::pool;
@@ -303,8 +344,34 @@ mod tests {
     }
 
     #[test]
+    fn a_key_in_the_request_is_opened_to_be_tried_and_not_to_be_used() {
+        let key_box = KeyBox::new().unwrap();
+        let public: [u8; 32] = STANDARD.decode(key_box.public()).unwrap().try_into().unwrap();
+        // A key of type 1, with a secret of 16 bytes.
+        let binary = [&[1_u8, 0][..], &[0; 8], &[16, 0], &[7; 16]].concat();
+        let key = SecretBytes::from_wiped(&mut STANDARD.encode(binary).into_bytes()).unwrap();
+        let sealed = |path: &str| {
+            let sealed = sealed_box::seal(&public, &pool_key_info(Path::new(path)), &key).unwrap();
+            let sealed = STANDARD.encode(sealed.as_bytes());
+            Some(SealedKey { key_box: key_box.public(), sealed })
+        };
+        let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool()) };
+        let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let remount = |only_try, key| Remount { datastore: datastore.clone(), only_try, key };
+        let opened = key_to_try(&key_box, &remount(true, sealed("/ceph"))).unwrap();
+        assert_eq!(opened.as_ref().map(SecretBytes::expose), Some(key.expose()));
+        assert!(key_to_try(&key_box, &remount(false, None)).unwrap().is_none());
+        for (only_try, key) in [(false, sealed("/ceph")), (true, sealed("/other"))] {
+            let refused = key_to_try(&key_box, &remount(only_try, key)).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
+        }
+    }
+
+    #[test]
     fn a_directory_is_not_remounted() {
         let location = DatastoreLocation::Dir { path: "/store".into() };
+        let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
+        assert_eq!(try_key(&location, &key).unwrap_err().code, ErrorCode::WrongState);
         assert_eq!(remount(&location, false).unwrap_err().code, ErrorCode::WrongState);
     }
 }

@@ -9,7 +9,7 @@ use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
 use super::kept::{KeptRoom, PlacedDisk};
-use super::key::{KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys};
+use super::key::{KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys};
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
@@ -17,7 +17,7 @@ use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
     DatastoreCondition, DatastoreContents, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    Remount, Sharing,
+    Sharing,
 };
 use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -106,7 +106,8 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem>;
 
     /// Has another process serve a pool that is mounted, after the cluster has taken the key that it is to use. Guests with disks there stand
-    /// still for a second or two. Returns the fingerprint of the key that the mount uses, where what serves it says that. Agents without the
+    /// still for a second or two. With a key in the request only that is tried, whatever the mount uses. Returns the fingerprint of the key
+    /// that the mount uses, where what serves it says that, and none where another one was tried. Agents without the
     /// feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::{DatastoreHost, SetDatastoreKey};
-use vmseal_api::model::{About, Datastore};
+use vmseal_api::model::{About, Datastore, RekeyedDatastore};
 use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::cephx::CephxKey;
@@ -15,6 +15,7 @@ use vmseal_secret::cephx::CephxKey;
 use crate::arguments::Output;
 use crate::passphrase;
 use crate::print::{self, plan};
+use crate::stream::say;
 
 /// The key of `user` in a file, sealed for the datastore that the request calls `name`.
 pub async fn sealed(
@@ -32,19 +33,23 @@ pub async fn sealed(
 pub async fn set(
     server: &ServerClient,
     output: Output,
-    (name, file): (&str, &Path),
+    (name, file, force): (&str, &Path, bool),
     dry_run: bool,
 ) -> anyhow::Result<()> {
     let path = format!("datastores/{name}");
     let datastore: Datastore = server.get(&path).await?;
     let user = datastore.hosts.iter().find_map(|on| on.location.pool()).map(|pool| &pool.user);
     let user = user.with_context(|| format!("datastore '{name}' is no pool of Ceph"))?;
-    let request = SetDatastoreKey { key: sealed(server, file, user, name).await? };
+    let request = SetDatastoreKey { key: sealed(server, file, user, name).await?, force };
     let path = format!("{path}/key");
     if dry_run {
         return plan::show(output, &server.try_put(&path, &request).await?);
     }
-    let datastore: Datastore = server.put(&path, &request).await?;
+    let rekeyed: RekeyedDatastore = server.put(&path, &request).await?;
+    for warning in &rekeyed.warnings {
+        say(format!("warning: {warning}"));
+    }
+    let datastore = rekeyed.datastore;
     print::one(output, &datastore, &from_when(&datastore))
 }
 
