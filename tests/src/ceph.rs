@@ -104,6 +104,15 @@ impl Cluster {
         command.output().unwrap()
     }
 
+    /// Runs `rados` as the administrator; what it prints.
+    pub fn rados(&self, words: &[&str]) -> String {
+        let mut command = Command::new("rados");
+        command.arg("-c").arg(self.directory().join("ceph.conf")).args(words);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
     /// Sets an option of the daemons that `who` names.
     pub fn set(&self, who: &str, option: &str, value: &str) {
         self.ceph(&["config", "set", who, option, value]);

@@ -5,6 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use vmseal_secret::cephx::CephxKey;
+use vmseal_secret::derive::pool_key_fingerprint;
 use vmseal_tests::ceph::{is_installed, said};
 use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{
@@ -268,9 +270,13 @@ fn keys(bench: &CephInstallation) {
     let mut console = started(here, "held");
     count(&mut console);
 
-    // The server has the next key before the cluster does: the mount goes on, and is not given up for a key that is no good.
+    // The server has the next key before the cluster does, as it is told: the mount goes on, and is not given up for a key that is no good.
     let another = another_key(bench, user);
-    here.vmseal(&["datastore", "set", "held", "--key-file", text(&another).unwrap()]).unwrap();
+    let set = ["datastore", "set", "held", "--key-file", text(&another).unwrap()];
+    let refused = here.refused(&set).unwrap();
+    assert!(refused.contains("the key is not kept, as host 'here' cannot use it"), "{refused}");
+    assert_eq!(used(), (first.clone(), true));
+    here.vmseal(&[&set[..], &["--force"]].concat()).unwrap();
     assert_eq!(used(), (first.clone(), false));
     let server = server_at(&place);
     assert!(server.is_some(), "nobody serves it");
@@ -281,6 +287,19 @@ fn keys(bench: &CephInstallation) {
     assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
 
     bench.cluster.ceph(&["auth", "import", "-i", text(&another).unwrap()]);
+    // With one that may read and not write, all guests would stand still.
+    let allow = |osd: &str| {
+        bench.cluster.ceph(&["auth", "caps", user, "mon", "profile rbd", "osd", osd]);
+    };
+    allow("profile rbd-read-only pool=vmseal");
+    let refused = here.refused(&["datastore", "remount", "held"]).unwrap();
+    let cannot = "the pool 'vmseal' cannot be written to";
+    assert!(refused.contains(cannot), "{refused}");
+    let refused = here.refused(&set).unwrap();
+    assert!(refused.contains(cannot), "{refused}");
+    assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
+    allow("profile rbd pool=vmseal");
+    here.vmseal(&set).unwrap();
     let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
     assert!(planned.contains("VM 'web': its guest waits for a second or two"), "{planned}");
     assert_eq!(server_at(&place), server, "a dry run has ended it");
@@ -304,6 +323,11 @@ fn keys(bench: &CephInstallation) {
     let server = bench.server();
     here.vmseal(&["datastore", "remount", "ceph"]).unwrap();
     assert!(bench.server().is_some() && bench.server() != server);
+    let keyring = std::fs::read(bench.cluster.user()).unwrap();
+    let key = CephxKey::in_file(&keyring, "client.vmseal").unwrap().to_secret().unwrap();
+    let fingerprint = pool_key_fingerprint(&key).unwrap();
+    let shown = here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    assert!(shown.contains(&format!("host 'here': {fingerprint}, of its keyring")), "{shown}");
     let refused = here.refused(&["datastore", "remount", "local"]).unwrap();
     assert!(refused.contains("is a directory"), "{refused}");
 }

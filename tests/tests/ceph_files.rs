@@ -167,6 +167,48 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     lengths_of_writers(&here, &there);
     a_paused_owner(&here, &there);
     there.unmount();
+    trials(&cluster);
+}
+
+/// Has `vmseal-rbd` try a user of the cluster with these rights in its pools; what it says, where it finds that the user may not mount them.
+fn tried(cluster: &Cluster, user: &str, rights: &str) -> Result<(), String> {
+    let keyring = cluster.directory().join(format!("{user}.keyring"));
+    let caps = ["mon", "profile rbd", "osd", rights, "-o", keyring.to_str().unwrap()];
+    cluster.ceph(&[&["auth", "get-or-create", user], &caps[..]].concat());
+    let mut command = Command::new(program("vmseal-rbd").unwrap());
+    command.args(["--check", "--monitors", &cluster.monitors(), "--user", user, "--keyring"]);
+    command.arg(keyring).args(["--pool", "vmseal", "--data-pool", "coded", "--messenger", "crc"]);
+    let output = command.arg("/nowhere").stdin(Stdio::null()).output().unwrap();
+    let text = [&output.stdout[..], &output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    if output.status.success() { Ok(()) } else { Err(text) }
+}
+
+/// A user who may not do what a mount does is found out, in each pool, and nothing stays of the trial.
+fn trials(cluster: &Cluster) {
+    let added = cluster.run(&["pool", "add", "coded", "--erasure", "2+1"]);
+    assert!(added.status.success(), "{}", said(&added));
+    // One that died has left its object in both.
+    for pool in ["vmseal", "coded"] {
+        cluster.rados(&["-p", pool, "create", "vmseal.trial"]);
+    }
+    let coded = "profile rbd pool=coded";
+    tried(cluster, "client.good", &format!("profile rbd pool=vmseal, {coded}")).unwrap();
+    let left = |pool: &str| {
+        let objects = cluster.rados(&["-p", pool, "--all", "ls"]);
+        objects.contains("vmseal.trial")
+    };
+    assert!(!left("vmseal") && !left("coded"));
+    for (user, rights, refused_in) in [
+        ("client.reader", format!("profile rbd-read-only pool=vmseal, {coded}"), "vmseal"),
+        ("client.plain", format!("allow rw pool=vmseal, {coded}"), "vmseal"),
+        ("client.half", "profile rbd pool=vmseal, allow r pool=coded".to_owned(), "coded"),
+    ] {
+        let refused = tried(cluster, user, &rights).unwrap_err();
+        let said = format!("the pool '{refused_in}' cannot be written to");
+        assert!(refused.contains(&said) && refused.contains(user), "{user}: {refused}");
+        assert!(!left("vmseal") && !left("coded"), "{user}");
+    }
 }
 
 /// The process has no capabilities, in any of its threads, has its system calls filtered and its memory limited, and cannot be looked into.

@@ -189,16 +189,10 @@ impl RbdPool {
 pub struct SetDatastoreKey {
     /// The key, base64 as `ceph auth get-key` prints it, sealed for `key of datastore NAME`, the name as in the request's path.
     pub key: SealedPassphrase,
-}
-
-/// Has another process serve a pool that a host has mounted, as when the one that does dies: with the key and the keyring of now.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Remount {
-    /// The pool.
-    pub datastore: DatastoreSpec,
-    /// Only sees whether the cluster takes the key.
-    pub only_try: bool,
+    /// Keep it untried: without this a host of the datastore that is connected tries it, and a key that the cluster refuses, or that no host
+    /// can try, is not kept.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// A datastore on a host.
@@ -209,8 +203,9 @@ pub struct DatastoreHost {
     pub host: String,
     /// Where it is on that host.
     pub location: DatastoreLocation,
-    /// The key that the host's mount of a pool uses, where the server holds the pool's key. None where the host has not said it: its agent
-    /// or what serves the pool there is of an earlier version, or it was not asked yet.
+    /// The key that the host's mount of a pool uses: one that the server gave, or that of the keyring on the host, as that was when the pool
+    /// was mounted. None where the host has not said it: its agent or what serves the pool there is of an earlier version, or it was not
+    /// asked yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mounted_key: Option<MountedKey>,
 }
@@ -221,7 +216,7 @@ pub struct DatastoreHost {
 pub struct MountedKey {
     /// Which one it is: eight hexadecimal digits that follow from the key, and from which it does not follow.
     pub fingerprint: String,
-    /// Whether it is the one that the server holds now.
+    /// Whether it is the one that the server holds now. Of a keyring on the host it never is: the server does not know what is in that.
     pub current: bool,
 }
 
@@ -285,7 +280,7 @@ pub enum DatastoreCondition {
         /// How the cluster keeps what is stored there: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         pools: Vec<PoolFacts>,
-        /// The fingerprint of the key that the mount of a pool uses, where the server gave it: none of a directory, or of a host of an
+        /// The fingerprint of the key that the mount of a pool uses, from the server or a keyring: none of a directory, or of a host of an
         /// earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mounted_key: Option<String>,

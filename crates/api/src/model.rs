@@ -128,6 +128,18 @@ pub struct Datastore {
     pub pools: Vec<PoolFacts>,
 }
 
+/// A datastore whose key was changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct RekeyedDatastore {
+    /// The datastore.
+    #[serde(flatten)]
+    pub datastore: Datastore,
+    /// What is not known of the key: that it was not tried, since the agents of the hosts are of an earlier version.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
+}
+
 /// A key provider.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

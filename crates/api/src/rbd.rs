@@ -21,7 +21,8 @@ pub const MOUNTED_MAX: usize = 512;
 pub struct Mounted {
     /// The process.
     pub process: u32,
-    /// The fingerprint of the key that it was given to connect with; none where it reads a keyring.
+    /// The fingerprint of the key that it has connected with: it was given, or is of a keyring. None where a `vmseal-rbd` of an earlier version
+    /// reads a keyring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
 }

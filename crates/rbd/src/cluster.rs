@@ -1,6 +1,6 @@
 //! A connection to a Ceph cluster, and a pool of it with its objects.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::io;
 use std::ptr;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
 use crate::library::{
-    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, WriteOperation,
-    load, loaded,
+    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados,
+    WriteOperation, load, loaded,
 };
 
 /// How long connecting may take: more than an election of monitors.
@@ -27,15 +27,6 @@ const KEYS_AT_A_TIME: u64 = 512;
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
 
-/// Where the user's key is.
-#[derive(Debug)]
-pub enum UserKey {
-    /// In a keyring.
-    InFile(String),
-    /// It was given.
-    Given(CephxKey),
-}
-
 /// Which cluster, and as whom.
 #[derive(Debug)]
 pub struct Access {
@@ -44,7 +35,7 @@ pub struct Access {
     /// The user, `client.NAME`.
     pub user: String,
     /// Its key.
-    pub key: UserKey,
+    pub key: CephxKey,
     /// How data goes over the network.
     pub messenger: Messenger,
 }
@@ -148,17 +139,11 @@ impl Cluster {
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
-        let keyring: &str = match &access.key {
-            UserKey::InFile(path) => path,
-            // None of this machine: the key that is given counts.
-            UserKey::Given(_) => "",
-        };
-        if let UserKey::Given(key) = &access.key {
-            self.set("key", key.expose_c())?;
-        }
+        self.set("key", access.key.expose_c())?;
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
-            ("keyring", keyring),
+            // None of this machine: the key that is given counts.
+            ("keyring", ""),
             ("ms_client_mode", messenger),
             ("ms_mon_client_mode", messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
@@ -713,18 +698,29 @@ impl Drop for Pool {
 }
 
 /// Changes to one object, collected.
-struct Change(WriteOperation);
+pub(crate) struct Change(WriteOperation);
 
 impl Change {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SAFETY: it is released when this is dropped.
         Self(unsafe { (loaded().rados.rados_create_write_op)() })
     }
 
+    /// The operation, open for as long as this lives.
+    pub(crate) fn operation(&self) -> WriteOperation {
+        self.0
+    }
+
     fn carry_out(self, pool: &Pool, object: &CStr) -> io::Result<()> {
+        self.carry_out_with(pool, object, NO_FLAGS)
+    }
+
+    /// The same with flags of the library (`LIBRADOS_OPERATION_...`).
+    pub(crate) fn carry_out_with(self, pool: &Pool, object: &CStr, flags: c_int) -> io::Result<()> {
         let operate = loaded().rados.rados_write_op_operate;
         // SAFETY: the operation and the pool are open.
-        checked(unsafe { operate(self.0, pool.io, object.as_ptr(), ptr::null_mut(), 0) }).map(drop)
+        checked(unsafe { operate(self.0, pool.io, object.as_ptr(), ptr::null_mut(), flags) })
+            .map(drop)
     }
 }
 

@@ -18,7 +18,7 @@ pub use system_calls::SystemCallsError;
 /// The Landlock version whose restrictions are asked for: that of Linux 6.12. Earlier kernels have some of them.
 const VERSION: ABI = ABI::V6;
 
-/// What librados reads: random numbers, its key, the settings of name resolution and TLS, and what it finds out about the machine.
+/// What librados reads: random numbers, the settings of name resolution and TLS, and what it finds out about the machine.
 const READ: [&str; 7] =
     ["/dev/urandom", "/dev/random", "/etc", "/proc", "/sys/devices/system", "/usr/lib", "/lib"];
 
@@ -45,9 +45,9 @@ pub enum ConfinementError {
 ///
 /// # Errors
 /// [`ConfinementError`].
-pub fn enter(keyring: &Path) -> Result<(), ConfinementError> {
+pub fn enter() -> Result<(), ConfinementError> {
     lower_rights()?;
-    match confine_files(keyring) {
+    match confine_files() {
         Ok(RulesetStatus::FullyEnforced) => {}
         Ok(status) => tracing::warn!(?status, "Landlock does not keep the process from all files"),
         Err(error) => tracing::warn!(%error, "Landlock is refused"),
@@ -64,8 +64,8 @@ fn lower_rights() -> io::Result<()> {
     drop_capabilities()
 }
 
-fn confine_files(keyring: &Path) -> Result<RulesetStatus, RulesetError> {
-    let read = READ.iter().map(Path::new).chain([keyring]);
+fn confine_files() -> Result<RulesetStatus, RulesetError> {
+    let read = READ.iter().map(Path::new);
     let rules = read
         .map(|path| (path, AccessFs::from_read(VERSION)))
         .chain(WRITTEN.iter().map(|path| (Path::new(path), AccessFs::from_all(VERSION))));
@@ -108,7 +108,7 @@ mod tests {
         std::fs::write(&there, "x").unwrap();
         // Landlock ends with the thread.
         let tried = std::thread::spawn(move || {
-            let status = confine_files(Path::new("/dev/null")).unwrap();
+            let status = confine_files().unwrap();
             let open = |path: &Path| File::open(path).map(drop).map_err(|error| error.kind());
             let written = File::create(&made).map(drop).map_err(|error| error.kind());
             (status, open(Path::new("/etc/passwd")), open(&there), written)

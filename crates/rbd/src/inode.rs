@@ -10,6 +10,7 @@
 //! vmseal.<inode>        the image (RBD) of a longer file; its metadata vmseal.path says which it is, and that of a disk's which key opens it
 //!                         ([`vmseal_api::rbd::NOTE_ATTRIBUTES`])
 //! vmseal.removed        a key for each file that is being removed: its inode, with the name that it had
+//! vmseal.trial          nothing: whether a user may write is found out by it
 //! ```
 //! Inodes are random numbers of 64 bits in hexadecimal digits, so hosts need not agree on the next one; bit 62 says that it is a
 //! directory.
@@ -22,6 +23,9 @@ pub const SMALL_MAX: u64 = 1 << 20;
 
 /// The object with the files that are being removed.
 pub const REMOVED: &str = "vmseal.removed";
+
+/// The object that is written and removed to find out whether a user may do that; also in the pool of data.
+pub const TRIAL: &str = "vmseal.trial";
 
 /// The attribute with the length of a file that is an image.
 pub const SIZE: &str = "vmseal.size";

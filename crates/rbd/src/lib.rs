@@ -24,6 +24,7 @@
 //! | [`pools`] | how the cluster keeps what is stored |
 //! | [`library`] | their functions |
 //! | [`buffers`] | memory for reads |
+//! | [`trial`] | whether a user may change what is in a pool |
 //! | [`predecessors`] | who served the mount before, for their locks |
 //! | [`confinement`] | what the process may still do |
 
@@ -45,3 +46,4 @@ pub mod open_files;
 pub mod pools;
 pub mod predecessors;
 pub mod rooms;
+pub mod trial;

@@ -34,6 +34,10 @@ pub type OnExtent = extern "C" fn(u64, size_t, c_int, *mut c_void) -> c_int;
 
 /// `LIBRADOS_CREATE_IDEMPOTENT`: the object may be there.
 pub const CREATE_IDEMPOTENT: c_int = 0;
+/// `LIBRADOS_OPERATION_NOFLAG`.
+pub const NO_FLAGS: c_int = 0;
+/// `LIBRADOS_OPERATION_FULL_TRY`: a change that a full pool does not take fails (ENOSPC, EDQUOT), and does not wait for room.
+pub const OPERATION_FULL_TRY: c_int = 64;
 /// `LIBRADOS_CMPXATTR_OP_EQ`.
 pub const COMPARE_EQUAL: u8 = 1;
 /// `LIBRADOS_LOCK_FLAG_MAY_RENEW`: a lock that the caller has is renewed.
@@ -140,6 +144,7 @@ functions! {
         fn rados_release_write_op(WriteOperation);
         fn rados_write_op_operate(WriteOperation, IoContext, *const c_char, *mut time_t, c_int) -> c_int;
         fn rados_write_op_create(WriteOperation, c_int, *const c_char);
+        fn rados_write_op_remove(WriteOperation);
         fn rados_write_op_setxattr(WriteOperation, *const c_char, *const c_char, size_t);
         fn rados_write_op_omap_set(
             WriteOperation, *const *const c_char, *const *const c_char, *const size_t, size_t,

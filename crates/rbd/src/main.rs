@@ -25,7 +25,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
-use vmseal_rbd::cluster::{Access, Cluster, Pool, UserKey};
+use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
@@ -36,8 +36,12 @@ use vmseal_rbd::library;
 use vmseal_rbd::locks::Locks;
 use vmseal_rbd::open_file::Store;
 use vmseal_rbd::predecessors::Predecessors;
+use vmseal_rbd::trial::{self, Use};
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
+
+/// How long `--check` may take, in seconds. The agent waits for less, and cannot end one that systemd has started.
+const CHECK_SECONDS: u32 = 15;
 
 /// How many threads take requests: those that ask the cluster about names wait for the answer.
 const THREADS: usize = 4;
@@ -78,8 +82,8 @@ struct Options {
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
-    /// Only connect, and read what the root directory has: nothing is mounted, and nothing is written. It says whether the key and the
-    /// addresses are good
+    /// Only connect, read what the root directory has, and write an object to each pool, which is removed again: nothing is mounted. It
+    /// says whether the key and the addresses are good, and whether the user may do what a mount does
     #[arg(long, conflicts_with = "create")]
     check: bool,
     /// Where the process notes its address in the cluster
@@ -122,19 +126,34 @@ fn run(options: Options) -> anyhow::Result<()> {
             let _ = umount2(&directory, MntFlags::MNT_DETACH);
         }
         drop(mounted);
-        confinement::enter(Path::new("/dev/null")).context("the process cannot be confined")?;
+        confinement::enter().context("the process cannot be confined")?;
     }
     let served = serving.join();
     served.map_err(|_| anyhow!("the file system ended by a defect"))?
 }
 
-/// Connects as a mount would, and reads the root directory. Nobody else is disturbed: it takes no lock.
+/// Connects as a mount would, reads the root directory, and writes to each pool. Nobody else is disturbed: what it writes and locks is an
+/// object that nothing else uses.
 fn check(options: &Options) -> anyhow::Result<()> {
+    // Ends the process: a call of the library that waits for the cluster cannot be given up.
+    nix::unistd::alarm::set(CHECK_SECONDS);
     let (cluster, _) = connect(options)?;
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
-    Directories::new(pool)
+    Directories::new(Arc::clone(&pool))
         .list(Inode::ROOT)
         .with_context(|| format!("the pool '{}' cannot be read", options.pool))?;
+    let cannot = |pool: &str| {
+        let user = &options.user;
+        format!(
+            "the pool '{pool}' cannot be written to: does user {user} have 'profile rbd' for it (ceph auth get {user})?"
+        )
+    };
+    trial::write(&pool, Use::Names).with_context(|| cannot(&options.pool))?;
+    if let Some(name) = &options.data_pool {
+        // Data of images is in the namespace that their headers are in.
+        let pool = Pool::open(&cluster, name, &options.namespace)?;
+        trial::write(&pool, Use::Data).with_context(|| cannot(name))?;
+    }
     tracing::info!(pool = options.pool, "the key is good");
     Ok(())
 }
@@ -171,21 +190,17 @@ fn mount_at(directory: &Path) -> anyhow::Result<OwnedFd> {
     Ok(fuse.into())
 }
 
-/// Confines the thread and connects; says what a key was given that has a fingerprint.
-fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, Option<String>)> {
-    let keyring = options.keyring.as_deref();
-    let key = match keyring {
-        Some(file) => UserKey::InFile(file.to_string_lossy().into_owned()),
-        None => UserKey::Given(
-            CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
-        ),
+/// Reads the key, confines the thread and connects; says which key it is, by its fingerprint.
+fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, String)> {
+    let key = match &options.keyring {
+        // Not by the library, which does not say what it has read, and reads once it is confined.
+        Some(file) => File::open(file)
+            .and_then(|keyring| CephxKey::read_of(keyring, &options.user))
+            .with_context(|| format!("the keyring {}", file.display()))?,
+        None => CephxKey::read(std::io::stdin()).context("the user's key on standard input")?,
     };
-    let fingerprint = match &key {
-        UserKey::InFile(_) => None,
-        UserKey::Given(key) => Some(pool_key_fingerprint(&key.to_secret()?)?),
-    };
-    confinement::enter(keyring.unwrap_or(Path::new("/dev/null")))
-        .context("the process cannot be confined")?;
+    let fingerprint = pool_key_fingerprint(&key.to_secret()?)?;
+    confinement::enter().context("the process cannot be confined")?;
     let access = Access {
         monitors: options.monitors.clone(),
         user: options.user.clone(),
@@ -223,7 +238,7 @@ fn serve(
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let mounted = Mounted { process: std::process::id(), key };
+    let mounted = Mounted { process: std::process::id(), key: Some(key) };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);

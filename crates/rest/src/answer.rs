@@ -10,7 +10,7 @@ use utoipa::openapi::{OneOfBuilder, Ref, RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::kmip::Pem;
-use vmseal_api::model::{Datastore, Host, Plan, Policy, Provider, Task, Vm};
+use vmseal_api::model::{Datastore, Host, Plan, Policy, Provider, RekeyedDatastore, Task, Vm};
 use vmseal_api::request::Backup;
 use vmseal_control::services::Outcome;
 
@@ -61,6 +61,7 @@ pub(crate) type HostOrPlan = OrPlan<Host>;
 pub(crate) type PemOrPlan = OrPlan<Pem>;
 pub(crate) type PolicyOrPlan = OrPlan<Policy>;
 pub(crate) type ProviderOrPlan = OrPlan<Provider>;
+pub(crate) type RekeyedDatastoreOrPlan = OrPlan<RekeyedDatastore>;
 pub(crate) type TaskOrPlan = OrPlan<Task>;
 pub(crate) type VmOrPlan = OrPlan<Vm>;
 

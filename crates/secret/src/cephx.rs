@@ -42,6 +42,9 @@ pub enum CephxKeyError {
     /// The keyring has other users.
     #[error("the keyring has no key of {0}: name its user, or take another keyring")]
     NoSuchUser(String),
+    /// Something else than a keyring.
+    #[error("it has more than {KEYRING_MAX} bytes: it is no keyring")]
+    TooLong,
     /// No memory for the key.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -88,7 +91,23 @@ impl CephxKey {
                 found = Some(value);
             }
         }
-        found.map_or_else(|| Err(CephxKeyError::NoSuchUser(user.to_owned())), Self::bare)
+        let found = found.ok_or_else(|| CephxKeyError::NoSuchUser(user.to_owned()))?;
+        Self::bare(value_of(found))
+    }
+
+    /// The key of `user` in what is read, of which [`CephxKey::in_file`] has the form.
+    ///
+    /// # Errors
+    /// Those of reading; `InvalidData`: there is no key of this user, or it is too long for a keyring.
+    pub fn read_of(from: impl Read, user: &str) -> io::Result<Self> {
+        let invalid = |error: CephxKeyError| io::Error::new(io::ErrorKind::InvalidData, error);
+        // With room for all of it, so that no part is left where it grew.
+        let mut content = Zeroizing::new(Vec::with_capacity(KEYRING_MAX + 64));
+        from.take(KEYRING_MAX as u64 + 1).read_to_end(&mut content)?;
+        if content.len() > KEYRING_MAX {
+            return Err(invalid(CephxKeyError::TooLong));
+        }
+        Self::in_file(&content, user).map_err(invalid)
     }
 
     /// A key that somebody sends: all that is to be read is the key.
@@ -127,6 +146,14 @@ impl fmt::Debug for CephxKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("CephxKey")
     }
+}
+
+/// The value of a line as Ceph reads it: without a comment behind it, or quotation marks around it.
+fn value_of(line: &[u8]) -> &[u8] {
+    let end = line.iter().position(|byte| matches!(byte, b'#' | b';')).unwrap_or(line.len());
+    let value = line[..end].trim_ascii();
+    let quoted = value.strip_prefix(b"\"").and_then(|rest| rest.strip_suffix(b"\""));
+    quoted.unwrap_or(value)
 }
 
 /// Whether it is a key: base64 of a type that is known, with a secret of its length.
@@ -187,6 +214,17 @@ mod tests {
         let missing = of("client.other").unwrap_err();
         assert!(missing.to_string().contains("no key of client.other"), "{missing}");
         assert_eq!(CephxKey::in_file(ours.as_bytes(), "x").unwrap().expose(), ours.as_bytes());
+        for line in [format!("\"{ours}\""), format!("{ours} ; of 2026"), format!("{ours} # ours")] {
+            let keyring = format!("[client.a]\n\tkey = {line}\n");
+            let read = CephxKey::read_of(keyring.as_bytes(), "client.a").unwrap();
+            assert_eq!(read.expose(), ours.as_bytes());
+        }
+        let long = "#".repeat(KEYRING_MAX + 1);
+        for (not, why) in [(&long, "it is no keyring"), (&keyring, "no key of client.a")] {
+            let refused = CephxKey::read_of(not.as_bytes(), "client.a").unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+            assert!(refused.to_string().contains(why), "{refused}");
+        }
         let damaged = CephxKey::in_file(b"[client.a]\nkey = secret\n", "client.a").unwrap_err();
         assert!(!damaged.to_string().contains("secret"), "{damaged}");
     }

@@ -353,9 +353,14 @@ impl HostAgent for RealHost {
     }
 
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
-        spawn_blocking(move || remount::remount(&remount.datastore.location, remount.only_try))
-            .await
-            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+        let key = remount::key_to_try(&self.shared.key_box, &remount)?;
+        let Remount { datastore, only_try, .. } = remount;
+        spawn_blocking(move || match key {
+            Some(key) => remount::try_key(&datastore.location, &key).map(|()| None),
+            None => remount::remount(&datastore.location, only_try),
+        })
+        .await
+        .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {

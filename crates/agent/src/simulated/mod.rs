@@ -330,6 +330,8 @@ struct Inside {
     pools: Vec<PoolFacts>,
     /// The fingerprints of the keys that mounts of pools use, by their places: these outlive agents.
     mounted_keys: BTreeMap<PathBuf, String>,
+    /// The keys of pools that their cluster refuses.
+    refused_keys: Vec<Vec<u8>>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
@@ -371,6 +373,7 @@ impl SimulatedHost {
             free: None,
             pools: Vec::new(),
             mounted_keys: BTreeMap::new(),
+            refused_keys: Vec::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),

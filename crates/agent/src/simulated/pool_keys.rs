@@ -5,11 +5,12 @@ use std::path::Path;
 
 use vmseal_api::host::{DatastoreLocation, PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{DeriveError, pool_key_fingerprint};
 
 use super::{Inside, SimulatedHost};
 use crate::storage::pool::without_key;
-use crate::storage::remount::not_a_pool;
+use crate::storage::remount::{key_to_try, not_a_pool};
 
 impl Inside {
     /// The pool is mounted at once.
@@ -52,13 +53,25 @@ impl Inside {
         if location.pool().is_none() {
             return Err(not_a_pool(location.path()));
         }
+        if let Some(key) = key_to_try(&self.agent.key_box, remount)? {
+            return self.take_key(Some(&key)).map(|()| None);
+        }
         self.may_mount(location)?;
+        self.take_key(self.agent.pool_keys.get(location.path()))?;
         let held = self.agent.pool_keys.get(location.path()).filter(|_| !remount.only_try);
         if let Some(key) = held {
             let fingerprint = pool_key_fingerprint(key).map_err(|error| internal(&error))?;
             self.mounted_keys.insert(location.path().to_owned(), fingerprint);
         }
         Ok(self.mounted_key(location))
+    }
+
+    /// Has the cluster look at a key.
+    fn take_key(&self, key: Option<&SecretBytes>) -> Result<(), Problem> {
+        if key.is_some_and(|key| self.refused_keys.iter().any(|refused| refused == key.expose())) {
+            return Err(Problem::new(ErrorCode::Unreachable, "the cluster refuses the key"));
+        }
+        Ok(())
     }
 }
 
@@ -71,6 +84,11 @@ impl SimulatedHost {
     #[must_use]
     pub fn pool_key(&self, path: &Path) -> Option<Vec<u8>> {
         self.inside().agent.pool_keys.get(path).map(|key| key.expose().to_vec())
+    }
+
+    /// Sets the keys that the cluster refuses.
+    pub fn refuse_pool_keys(&self, keys: &[&str]) {
+        self.inside().refused_keys = keys.iter().map(|key| key.as_bytes().to_vec()).collect();
     }
 
     /// Sets which key the mount of a pool uses: none is that of an earlier version, which does not say it.

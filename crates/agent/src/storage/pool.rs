@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -24,12 +25,20 @@ use vmseal_secret::SecretBytes;
 
 use crate::storage::mounts::file_system;
 use crate::storage::pool_keys;
+use crate::storage::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
-/// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds.
-const MOUNT_TIMEOUT: Duration = Duration::from_secs(40);
+/// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. With the other steps of a remount it is less than the
+/// server waits for (60 s).
+const MOUNT_TIMEOUT: Duration = Duration::from_secs(38);
 
 /// The pause between checks.
 const MOUNT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How long a process that is killed may take to end: the kernel frees its memory.
+pub(super) const DEATH_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The name of the program, as the kernel has it of its processes (`comm`).
+pub(super) const PROGRAM_NAME: &str = "vmseal-rbd";
 
 /// The most bytes of a process's log that an error has: its last lines.
 const LOG_MAX: usize = 1024;
@@ -58,14 +67,15 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     }
     let mounting = mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    if is_mounted(path) {
+    if is_mounted_now(path).map_err(|Silent| hung(path))? {
         return Ok(());
     }
     let (program, run_dir) = program_for(path, pool)?;
     start_and_wait(program, run_dir, path, pool, key_for(path, pool)?.as_deref())
 }
 
-/// The lock of a mount point: who has it may mount there, or end what is mounted.
+/// The lock of a mount point: who has it may mount there, or end what is mounted. Starts of VMs wait for it, so whoever has it waits for
+/// nothing without a limit.
 pub(super) fn mounting(path: &Path) -> Arc<Mutex<()>> {
     let mut all = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(all.entry(path.to_owned()).or_default())
@@ -136,7 +146,7 @@ pub(super) fn start_and_wait(
     let (mut child, log_from) = started.map_err(|error| failed(not_started(program, &error)))?;
     let give_up = Instant::now() + MOUNT_TIMEOUT;
     while Instant::now() < give_up {
-        if is_mounted(path) {
+        if is_mounted_now(path) == Ok(true) {
             // It ends when it is unmounted; somebody has to take note of that.
             std::thread::spawn(move || child.wait());
             tracing::info!(path = %path.display(), pool = pool.pool, "a pool is mounted");
@@ -150,13 +160,35 @@ pub(super) fn start_and_wait(
             Err(error) => return Err(failed(error.to_string())),
         }
     }
-    let _ = child.kill();
-    let _ = child.wait();
+    give_up_on(child);
     let seconds = MOUNT_TIMEOUT.as_secs();
     Err(failed(format!(
         "vmseal-rbd has not mounted it within {seconds} s, see {}",
         log_path.display()
     )))
+}
+
+/// Whether a process has ended well within this time; none where it has not ended.
+pub(super) fn ended_within(child: &mut Child, limit: Duration) -> io::Result<Option<bool>> {
+    let give_up = Instant::now() + limit;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status.success()));
+        }
+        if Instant::now() >= give_up {
+            return Ok(None);
+        }
+        std::thread::sleep(MOUNT_INTERVAL);
+    }
+}
+
+/// Kills a process that has not done its work in time. One that does not even end then is left behind.
+pub(super) fn give_up_on(mut child: Child) {
+    let _ = child.kill();
+    if !matches!(ended_within(&mut child, DEATH_TIMEOUT), Ok(Some(_))) {
+        // Somebody has to take note of its end.
+        std::thread::spawn(move || child.wait());
+    }
 }
 
 /// Why `vmseal-rbd` was not started.
@@ -252,23 +284,66 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
 }
 
 /// Who serves a mount; none where that is a `vmseal-rbd` of an earlier version, or nobody. Blocks.
-pub(super) fn mounted(path: &Path) -> Option<Mounted> {
+fn mounted(path: &Path) -> Option<Mounted> {
     let mut told = vec![0; MOUNTED_MAX];
     let length = rustix::fs::getxattr(path, MOUNTED_ATTRIBUTE, &mut told[..]).ok()?;
     serde_json::from_slice(&told[..length]).ok()
 }
 
-/// The fingerprint of the key that the mount of a datastore uses; none of a directory or a pool with a keyring, or where that is not said.
-/// Blocks.
+/// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
 #[must_use]
 pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
     mounted(path)?.key
 }
 
-/// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well.
-pub(super) fn is_mounted(path: &Path) -> bool {
+/// Who serves a mount, as [`mounted`] has it, for those who cannot wait for one that hangs.
+pub(super) fn mounted_now(path: &Path) -> Result<Option<Mounted>, Silent> {
+    let asked = path.to_owned();
+    answer_within(path, SHORT_TIMEOUT, move || mounted(&asked))
+}
+
+/// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
+/// as what is mounted there hangs.
+fn is_mounted(path: &Path) -> bool {
     file_system(path).is_ok_and(|kind| kind.as_deref() == Some(FILE_SYSTEM))
+}
+
+/// The same for those who cannot wait for one that hangs.
+pub(super) fn is_mounted_now(path: &Path) -> Result<bool, Silent> {
+    let asked = path.to_owned();
+    answer_within(path, SHORT_TIMEOUT, move || is_mounted(&asked))
+}
+
+/// What is mounted there does not answer.
+pub(super) fn hung(path: &Path) -> Problem {
+    let (who, kill) = match process_of(path) {
+        Some(process) => (format!(" (process {process})"), format!("kill -9 {process}")),
+        None => (String::new(), "kill -9".to_owned()),
+    };
+    let what = format!(
+        "the vmseal-rbd that serves {}{who} does not answer: it hangs, as one does that waits for its cluster. Check that this host reaches the monitors and OSDs, and ask again. If it goes on hanging when they answer, end it ({kill}): the pool is mounted by another one when it is needed next",
+        path.display()
+    );
+    Problem::new(ErrorCode::TimedOut, what)
+}
+
+/// The process that was started to serve a mount, by its command line. For people: what it was told is no proof that it is the one.
+fn process_of(path: &Path) -> Option<u32> {
+    let is_it = |process: &u32| {
+        let of = |file: &str| std::fs::read(format!("/proc/{process}/{file}")).unwrap_or_default();
+        // Command lines of others are not read: that may hang, too, where these wait for a page of a file on the mount.
+        if of("comm").trim_ascii_end() != PROGRAM_NAME.as_bytes() {
+            return false;
+        }
+        let line = of("cmdline");
+        let words: Vec<&[u8]> =
+            line.split(|byte| *byte == 0).filter(|word| !word.is_empty()).collect();
+        words.last() == Some(&path.as_os_str().as_bytes()) && !words.contains(&&b"--check"[..])
+    };
+    let processes = std::fs::read_dir("/proc").ok()?.flatten();
+    let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    numbers.find(is_it)
 }
 
 /// The last lines that a process has written.
@@ -311,6 +386,32 @@ pub(crate) mod tests {
             arguments.join(" "),
             "--monitors v2:10.0.0.1:3300 --user client.vmseal --pool vms --messenger secure --run-dir /run/v/rbd --keyring /etc/ceph/keyring --data-pool ec /srv/ceph"
         );
+    }
+
+    #[test]
+    fn the_process_of_a_mount_is_told_by_its_command_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let (program, place) = (directory.path().join(PROGRAM_NAME), directory.path().join("pool"));
+        std::os::unix::fs::symlink("/bin/sh", &program).unwrap();
+        let start = |option: &str, place: &Path| {
+            let mut command = Command::new(&program);
+            command.args(["-c", "read nothing", option]).arg(place).stdin(Stdio::piped());
+            command.spawn().unwrap()
+        };
+        let mut others =
+            [start("--check", &place), start("--run-dir", &directory.path().join("other"))];
+        assert_eq!(process_of(&place), None);
+        let mut serving = start("--run-dir", &place);
+        assert_eq!(process_of(&place), Some(serving.id()));
+        let told = hung(&place);
+        assert_eq!(told.code, ErrorCode::TimedOut);
+        assert!(told.detail.contains(&format!("(kill -9 {})", serving.id())), "{told}");
+        serving.kill().unwrap();
+        serving.wait().unwrap();
+        for other in &mut others {
+            other.kill().unwrap();
+            other.wait().unwrap();
+        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Has another `vmseal-rbd` serve a pool that is mounted, so that it is mounted with the key, or the keyring, of now.
 //!
 //! ```text
-//!  mounted ──another one connects with the key, and reads──> it may ──the first one is killed──> not mounted ──> mounted
-//!     ^                          │
-//!     └──refused, or no answer───┘
+//!  mounted ──another one connects with the key, reads and writes──> it may ──the first one is killed──> not mounted ──> mounted
+//!     ^                              │
+//!     └────refused, or no answer─────┘
 //! ```
 //! The filters whose disks it serves end with the first one, and are started again, as when it dies by itself. So an agent that dies in
 //! between leaves what the death of `vmseal-rbd` leaves: the next one mounts the pool when something of it is needed.
@@ -14,58 +14,112 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::process::Child;
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
+use vmseal_api::host::{PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::rbd::Mounted;
 use vmseal_secret::SecretBytes;
 
-use crate::storage::pool;
+use crate::keys::KeyBox;
+use crate::storage::pool::{self, PROGRAM_NAME};
+use crate::storage::timed::Silent;
 
-/// How long the cluster may take to answer somebody new: one that is well does within a second. With what mounting may take it stays
-/// below what the server waits for.
+/// How long the cluster may take to answer somebody new: one that is well does within a second. With the limits of the other steps, that of
+/// mounting above all, it stays below what the server waits for.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The pause between looks at a trial.
-const TRIAL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// How long a process that is killed may take to end, in milliseconds: the kernel frees its memory.
-const DEATH_MILLISECONDS: u16 = 5000;
-
-/// The name of the program, as the kernel has it of its processes (`comm`).
-const PROGRAM: &str = "vmseal-rbd";
+/// How long a process that is killed may take to end, in milliseconds.
+const DEATH_MILLISECONDS: u16 = pool::DEATH_TIMEOUT.as_millis() as u16;
 
 /// Has another process serve a pool, once the cluster has taken what that is to connect with. With `only_try` nothing is changed. Returns
-/// the fingerprint of the key that the mount uses, where the server has given it. Blocks.
+/// the fingerprint of the key that the mount uses, where that is said. Blocks, and no step longer than it may take.
 ///
 /// # Errors
-/// `unreachable` where the cluster refuses that or does not answer: the pool stays mounted as it is. `wrong-state` for a directory, or
-/// where it is not known which process serves the pool. Those of [`pool::mount`] after that one has ended.
+/// `unreachable` where the cluster refuses that or does not answer, `timed-out` where what serves the pool does not: it stays mounted as it
+/// is. `wrong-state` for a directory, or where it is not known which process serves the pool. Those of [`pool::mount`] after that one has
+/// ended.
 pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<String>, Problem> {
     let DatastoreLocation::Rbd { path, pool } = location else {
         return Err(not_a_pool(location.path()));
     };
-    let (program, run_dir) = pool::program_for(path, pool)?;
+    let program = pool::program_for(path, pool)?;
     let key = pool::key_for(path, pool)?;
+    remount_by(program, path, pool, key.as_deref(), only_try)
+}
+
+/// The key that is to be tried in place of the one that the agent holds.
+///
+/// # Errors
+/// `invalid-request` where it is to be used; those of [`KeyBox::open_pool_key`].
+pub(crate) fn key_to_try(
+    key_box: &KeyBox,
+    remount: &Remount,
+) -> Result<Option<SecretBytes>, Problem> {
+    let Some(sealed) = &remount.key else { return Ok(None) };
+    if !remount.only_try {
+        let what = "can only be tried: a pool is mounted with the key that the host holds";
+        return Err(Problem::invalid("key", what));
+    }
+    let path = remount.datastore.location.path().to_owned();
+    key_box.open_pool_key(&PoolKey { path, key: Some(sealed.clone()) })
+}
+
+/// Sees whether the cluster takes this key for a pool, whatever that is mounted with. Nothing is mounted. Blocks.
+///
+/// # Errors
+/// `unreachable` where the cluster refuses it or does not answer; `wrong-state` for a directory.
+pub fn try_key(location: &DatastoreLocation, key: &SecretBytes) -> Result<(), Problem> {
+    let DatastoreLocation::Rbd { path, pool } = location else {
+        return Err(not_a_pool(location.path()));
+    };
+    let program = pool::program_for(path, pool)?;
+    // It is given, whatever file there is on the host.
+    let given = RbdPool { keyring: None, ..(**pool).clone() };
+    // Trials of a pool have one log.
+    let mounting = pool::mounting(path);
+    let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
+    try_to_connect(program, path, &given, Some(key))
+}
+
+/// The same by this program, which keeps its records there.
+fn remount_by(
+    (program, run_dir): (&Path, &Path),
+    path: &Path,
+    pool: &RbdPool,
+    key: Option<&SecretBytes>,
+    only_try: bool,
+) -> Result<Option<String>, Problem> {
     // Filters that are started again meanwhile wait for the new mount.
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    try_to_connect((program, run_dir), path, pool, key.as_deref())?;
+    try_to_connect((program, run_dir), path, pool, key)?;
+    let former = former(path)?;
     if only_try {
-        return Ok(pool::mounted_key(location));
+        return Ok(former.and_then(|it| it.key));
     }
-    if pool::is_mounted(path) {
-        let told = pool::mounted(path).ok_or_else(|| unknown(path))?;
-        end(path, told.process, || pool::mounted(path).as_ref() == Some(&told))?;
+    let serving = || pool::mounted_now(path).ok().flatten();
+    if let Some(told) = former {
+        end(path, told.process, || serving().as_ref() == Some(&told))?;
         tracing::info!(path = %path.display(), process = told.process, "what served a pool has ended");
     }
-    pool::start_and_wait(program, run_dir, path, pool, key.as_deref())?;
-    Ok(pool::mounted_key(location))
+    pool::start_and_wait(program, run_dir, path, pool, key)?;
+    Ok(serving().and_then(|it| it.key))
+}
+
+/// Who serves a pool; none where it is not mounted.
+fn former(path: &Path) -> Result<Option<Mounted>, Problem> {
+    let hung = |Silent| pool::hung(path);
+    if !pool::is_mounted_now(path).map_err(hung)? {
+        return Ok(None);
+    }
+    let told = pool::mounted_now(path).map_err(hung)?;
+    told.map(Some).ok_or_else(|| unknown(path))
 }
 
 /// A directory has no process.
@@ -83,7 +137,7 @@ fn unknown(path: &Path) -> Problem {
     Problem::new(ErrorCode::WrongState, what)
 }
 
-/// Has `vmseal-rbd` connect as for a mount, and read.
+/// Has `vmseal-rbd` connect as for a mount, read and write. What it writes it removes, or the next trial does.
 fn try_to_connect(
     (program, run_dir): (&Path, &Path),
     path: &Path,
@@ -106,30 +160,15 @@ fn try_to_connect(
         })
         .and_then(|log| pool::start(program, &arguments, pool, key, &log));
     let mut child = started.map_err(|error| failed(pool::not_started(program, &error)))?;
-    match ended_within(&mut child, TRIAL_TIMEOUT) {
+    match pool::ended_within(&mut child, TRIAL_TIMEOUT) {
         Ok(Some(true)) => Ok(()),
         Ok(Some(false)) => Err(failed(pool::last_lines(&log_path, 0))),
         Ok(None) => {
-            let _ = child.kill();
-            let _ = child.wait();
+            pool::give_up_on(child);
             let seconds = TRIAL_TIMEOUT.as_secs();
             Err(failed(format!("The cluster has not answered within {seconds} s")))
         }
         Err(error) => Err(failed(error.to_string())),
-    }
-}
-
-/// Whether a process has ended well within this time; none where it has not ended.
-fn ended_within(child: &mut Child, limit: Duration) -> io::Result<Option<bool>> {
-    let give_up = Instant::now() + limit;
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(Some(status.success()));
-        }
-        if Instant::now() >= give_up {
-            return Ok(None);
-        }
-        std::thread::sleep(TRIAL_INTERVAL);
     }
 }
 
@@ -145,14 +184,17 @@ fn end(path: &Path, process: u32, still_serves: impl FnOnce() -> bool) -> Result
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| cannot(error.into()))?;
     // Who has answered with this number now is who the descriptor is of, unless it was mounted by hand among other numbers of processes.
     let name = std::fs::read_to_string(format!("/proc/{process}/comm")).map_err(cannot)?;
-    if name.trim_end() != PROGRAM || !still_serves() {
+    if name.trim_end() != PROGRAM_NAME || !still_serves() {
         return Err(failed("is another one by now: ask again".to_owned()));
     }
     pidfd_send_signal(&pidfd, Signal::KILL).map_err(|error| cannot(error.into()))?;
     loop {
         let mut ended = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
         match poll(&mut ended, DEATH_MILLISECONDS) {
-            Ok(0) => return Err(failed("was killed, and has not ended yet".to_owned())),
+            Ok(0) => {
+                let what = "was killed, and has not ended yet: what it waits for in the kernel hangs. The pool is mounted by another one after its end";
+                return Err(failed(what.to_owned()));
+            }
             Ok(_) => return Ok(()),
             Err(Errno::EINTR) => {}
             Err(error) => return Err(cannot(error.into())),
@@ -162,9 +204,20 @@ fn end(path: &Path, process: u32, still_serves: impl FnOnce() -> bool) -> Result
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::ExitStatusExt;
+    use std::path::PathBuf;
     use std::process::Command;
+    use std::sync::mpsc;
+
+    use base64::Engine;
+    use base64::engine::general_purpose::STANDARD;
+    use nix::mount::{MntFlags, MsFlags, mount, umount2};
+    use vmseal_api::host::{DatastoreSpec, SealedKey, pool_key_info};
+    use vmseal_api::id::DatastoreId;
+    use vmseal_secret::sealed_box;
 
     use super::*;
     use crate::storage::pool::tests::pool;
@@ -175,7 +228,8 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let (program, place) = (directory.path().join(PROGRAM), directory.path().join("mount"));
+        let (program, place) =
+            (directory.path().join(PROGRAM_NAME), directory.path().join("mount"));
         let try_it = |script: &str, key: Option<&SecretBytes>| {
             std::fs::write(&program, script).unwrap();
             std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
@@ -194,6 +248,75 @@ mod tests {
         let other = SecretBytes::from_wiped(&mut b"AQ-another".to_vec()).unwrap();
         try_it(takes, Some(&other)).unwrap_err();
         assert!(!place.exists());
+    }
+
+    /// A mount whose requests nobody reads.
+    struct Hung {
+        fuse: Option<File>,
+        directory: tempfile::TempDir,
+    }
+
+    impl Hung {
+        /// None where this user may not mount, or the kernel has no FUSE.
+        fn new() -> Option<Self> {
+            let directory = tempfile::tempdir().unwrap();
+            let mut hung = Self { fuse: None, directory };
+            let place = hung.place();
+            std::fs::create_dir(&place).unwrap();
+            let fuse = File::options().read(true).write(true).open("/dev/fuse").ok()?;
+            let options = format!("fd={},rootmode=40700,user_id=0,group_id=0", fuse.as_raw_fd());
+            let (kind, options) = (Some("fuse.vmseal-rbd"), Some(options.as_str()));
+            mount(Some("vmseal-rbd"), &place, kind, MsFlags::empty(), options).ok()?;
+            hung.fuse = Some(fuse);
+            Some(hung)
+        }
+
+        fn place(&self) -> PathBuf {
+            self.directory.path().join("pool")
+        }
+    }
+
+    impl Drop for Hung {
+        fn drop(&mut self) {
+            // Ends what waits for an answer.
+            if self.fuse.take().is_some() {
+                let _ = umount2(&self.place(), MntFlags::MNT_DETACH);
+            }
+        }
+    }
+
+    #[test]
+    fn a_mount_that_hangs_is_named_and_does_not_keep_others_waiting() {
+        if Path::new("/run/systemd/system").is_dir() {
+            return;
+        }
+        let Some(hung) = Hung::new() else {
+            eprintln!("skipped: this takes root, and FUSE");
+            return;
+        };
+        let (place, run_dir) = (hung.place(), hung.directory.path().join("run"));
+        let program = hung.directory.path().join(PROGRAM_NAME);
+        // The cluster takes the key.
+        std::fs::write(&program, "#!/bin/sh\nexit 0\n").unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        let (answer, answers) = mpsc::channel();
+        std::thread::spawn(move || {
+            for only_try in [true, false] {
+                let by = (program.as_path(), run_dir.as_path());
+                let refused = remount_by(by, &place, &pool(), None, only_try);
+                let lock = pool::mounting(&place);
+                let is_free = lock.try_lock().is_ok();
+                let _ = answer.send((refused, is_free));
+            }
+        });
+        for _ in 0..2 {
+            // Far more than it takes.
+            let (refused, is_free) = answers.recv_timeout(TRIAL_TIMEOUT * 3).unwrap();
+            let refused = refused.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::TimedOut);
+            assert!(refused.detail.contains("does not answer: it hangs"), "{refused}");
+            assert!(is_free, "starts of VMs would wait");
+        }
     }
 
     #[test]
@@ -220,7 +343,7 @@ mod tests {
         other.kill().unwrap();
         other.wait().unwrap();
 
-        let mut serving = sleep(PROGRAM);
+        let mut serving = sleep(PROGRAM_NAME);
         end(place, serving.id(), || false).unwrap_err();
         assert_eq!(serving.try_wait().unwrap(), None);
         end(place, serving.id(), || true).unwrap();
@@ -229,8 +352,34 @@ mod tests {
     }
 
     #[test]
+    fn a_key_in_the_request_is_opened_to_be_tried_and_not_to_be_used() {
+        let key_box = KeyBox::new().unwrap();
+        let public: [u8; 32] = STANDARD.decode(key_box.public()).unwrap().try_into().unwrap();
+        // A key of type 1, with a secret of 16 bytes.
+        let binary = [&[1_u8, 0][..], &[0; 8], &[16, 0], &[7; 16]].concat();
+        let key = SecretBytes::from_wiped(&mut STANDARD.encode(binary).into_bytes()).unwrap();
+        let sealed = |path: &str| {
+            let sealed = sealed_box::seal(&public, &pool_key_info(Path::new(path)), &key).unwrap();
+            let sealed = STANDARD.encode(sealed.as_bytes());
+            Some(SealedKey { key_box: key_box.public(), sealed })
+        };
+        let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool()) };
+        let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let remount = |only_try, key| Remount { datastore: datastore.clone(), only_try, key };
+        let opened = key_to_try(&key_box, &remount(true, sealed("/ceph"))).unwrap();
+        assert_eq!(opened.as_ref().map(SecretBytes::expose), Some(key.expose()));
+        assert!(key_to_try(&key_box, &remount(false, None)).unwrap().is_none());
+        for (only_try, key) in [(false, sealed("/ceph")), (true, sealed("/other"))] {
+            let refused = key_to_try(&key_box, &remount(only_try, key)).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
+        }
+    }
+
+    #[test]
     fn a_directory_is_not_remounted() {
         let location = DatastoreLocation::Dir { path: "/store".into() };
+        let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
+        assert_eq!(try_key(&location, &key).unwrap_err().code, ErrorCode::WrongState);
         assert_eq!(remount(&location, false).unwrap_err().code, ErrorCode::WrongState);
     }
 }

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError, TryRecvError};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -20,6 +21,15 @@ pub const SHORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Places that have not answered yet: no second thread is started for them.
 static SILENT: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Places about which something was asked by [`answer_within`] that has not answered yet. They are apart from [`SILENT`], as a place that waits
+/// for another machine in one call may answer another call by itself.
+static HANGING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Something has not answered in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it has not answered in time")]
+pub struct Silent;
 
 /// Runs a call on the file system at `place`.
 ///
@@ -41,6 +51,43 @@ pub async fn quick_call<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Problem> {
     call_within(place, work, SHORT_TIMEOUT).await
+}
+
+/// The answer of a call on the file system at `place`, for callers that block themselves, also outside of the runtime.
+///
+/// # Errors
+/// [`Silent`]: there was none within this time, or an earlier call has none yet.
+pub fn answer_within<T: Send + 'static>(
+    place: &Path,
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Silent> {
+    let hanging = || HANGING.lock().unwrap_or_else(PoisonError::into_inner);
+    if hanging().contains(place) {
+        return Err(Silent);
+    }
+    let (answer, answers) = mpsc::channel();
+    let asked = place.to_owned();
+    std::thread::spawn(move || {
+        let _ = answer.send(work());
+        HANGING.lock().unwrap_or_else(PoisonError::into_inner).remove(&asked);
+    });
+    match answers.recv_timeout(limit) {
+        Ok(answer) => Ok(answer),
+        Err(RecvTimeoutError::Disconnected) => Err(Silent),
+        Err(RecvTimeoutError::Timeout) => {
+            let mut hanging = hanging();
+            match answers.try_recv() {
+                // Its thread removes the place after it has answered, so it must not be noted after that.
+                Ok(late) => Ok(late),
+                Err(TryRecvError::Disconnected) => Err(Silent),
+                Err(TryRecvError::Empty) => {
+                    hanging.insert(place.to_owned());
+                    Err(Silent)
+                }
+            }
+        }
+    }
 }
 
 async fn call_within<T: Send + 'static>(
@@ -77,9 +124,27 @@ async fn call_within<T: Send + 'static>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
+
+    #[test]
+    fn who_blocks_waits_only_so_long_and_asks_again_when_there_was_an_answer() {
+        let place = Path::new("/a/place/that/blocks");
+        let (answer, answers) = mpsc::channel::<()>();
+        let hangs = move || {
+            let _ = answers.recv();
+        };
+        let short = Duration::from_millis(50);
+        assert_eq!(answer_within(place, short, hangs), Err(Silent));
+        let second = answer_within(place, TIMEOUT, || -> u8 { unreachable!("a second thread") });
+        assert_eq!(second, Err(Silent));
+        assert_eq!(answer_within(Path::new("/another/one"), TIMEOUT, || 1), Ok(1));
+        drop(answer);
+        let give_up = std::time::Instant::now() + TIMEOUT;
+        while answer_within(place, TIMEOUT, || 2) != Ok(2) {
+            assert!(std::time::Instant::now() < give_up, "the place is never asked again");
+            std::thread::sleep(short);
+        }
+    }
 
     #[tokio::test]
     async fn a_place_that_hangs_is_not_asked_again_until_it_answers() {

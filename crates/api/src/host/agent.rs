@@ -9,7 +9,7 @@ use super::description::HostDescription;
 use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
 use super::kept::{KeptRoom, PlacedDisk};
-use super::key::{KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys};
+use super::key::{KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys};
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
@@ -17,7 +17,7 @@ use crate::boot::BootDevice;
 use crate::console::{ConsoleClaim, ConsoleStream};
 use crate::datastore::{
     DatastoreCondition, DatastoreContents, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    Remount, Sharing,
+    Sharing,
 };
 use crate::expose::Exposing;
 use crate::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
@@ -106,11 +106,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem>;
 
     /// Has another process serve a pool that is mounted, after the cluster has taken the key that it is to use. Guests with disks there stand
-    /// still for a second or two. Returns the fingerprint of the key that the mount uses, where the server has given it. Agents without the feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
+    /// still for a second or two. With a key in the request only that is tried, whatever the mount uses. Returns the fingerprint of the key
+    /// that the mount uses, where what serves it says that, and none where another one was tried. Agents without the
+    /// feature [`REMOUNT_POOLS`](super::version::REMOUNT_POOLS) do not know it.
     ///
     /// # Errors
-    /// `unreachable` where the cluster refuses the key or does not answer: the pool stays mounted as it is. `wrong-state` for a directory, or
-    /// where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
+    /// `unreachable` where the cluster refuses the key or does not answer, `timed-out` where the process does not: the pool stays mounted as
+    /// it is. `wrong-state` for a directory, or where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No

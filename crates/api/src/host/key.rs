@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::datastore::DatastoreSpec;
 use crate::id::{DiskId, ProviderId, VmId};
 
 /// Which key of which provider, and how to know that it is the right one.
@@ -60,6 +61,21 @@ pub struct PoolKey {
     /// Where the host mounts the pool.
     pub path: PathBuf,
     /// The key, sealed with [`pool_key_info`]; none has the host forget the one that it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SealedKey>,
+}
+
+/// Has another process serve a pool that a host has mounted, as when the one that does dies: with the key and the keyring of now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Remount {
+    /// The pool.
+    pub datastore: DatastoreSpec,
+    /// Only sees whether the cluster takes the key.
+    pub only_try: bool,
+    /// A key that is tried in place of the one that the host holds, and not held: with `only_try`. It is sealed with
+    /// [`pool_key_info`]. Agents without the feature [`TRY_POOL_KEYS`](super::version::TRY_POOL_KEYS)
+    /// do not know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedKey>,
 }

@@ -104,7 +104,7 @@ pub use self::job::{
 };
 pub use self::kept::{CopyRoom, KeptOfDisk, KeptRoom, PlacedDisk};
 pub use self::key::{
-    KeyReference, OtherKey, PoolKey, SealedKey, ShareDataKeys, key_info, pool_key_info,
+    KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys, key_info, pool_key_info,
 };
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
@@ -118,7 +118,7 @@ pub use self::version::ContractRange;
 pub use self::vm::{Device, GuestControl, PowerOff, SHUTDOWN_SECONDS_MAX, SnapshotSpec, VmSpec};
 pub use crate::accelerator::{Accelerator, AcceleratorKind};
 pub use crate::datastore::{
-    DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX, Remount, Sharing, SharingStep,
+    DatastoreLocation, DatastoreSpec, DatastoreUsage, LIMIT_MAX, Sharing, SharingStep,
 };
 pub use crate::nic::{NicSpec, NicState};
 

@@ -73,6 +73,7 @@ pub const FEATURES: [&str; 67] = [
     FAILURE_DOMAINS,
     POOL_KEYS,
     REMOUNT_POOLS,
+    TRY_POOL_KEYS,
     MIGRATE_DISKS,
     MIGRATE_RATE,
     MIGRATE_STATE,
@@ -290,6 +291,9 @@ pub const POOL_KEYS: &str = "pool-keys";
 
 /// The feature of agents that have another process serve a pool of Ceph, and say which key its mount uses.
 pub const REMOUNT_POOLS: &str = "remount-pools";
+
+/// The feature of agents that try a key of a pool of Ceph which they do not hold.
+pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";

@@ -140,14 +140,18 @@ pub enum Datastore {
     },
     /// Change the key of a pool of a Ceph cluster that the server holds
     ///
-    /// The hosts that have the datastore get it at once. Where the pool is mounted it stays so with the former key, until it is mounted
-    /// anew (vmseal datastore remount): `vmseal datastore show` says which host uses which.
+    /// One of the hosts that have the datastore tries it first: a key that the cluster refuses, or whose user may not write to the pool, is
+    /// not kept. Then they all get it at once. Where the pool is mounted it stays so with the former key, until it is mounted anew (vmseal
+    /// datastore remount): `vmseal datastore show` says which host uses which.
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
         /// The user's key: a keyring, or a file with the key alone; - is standard input
         #[arg(long, value_name = "FILE")]
         key_file: PathBuf,
+        /// Keep the key untried: before the cluster knows it, or while no host is connected
+        #[arg(long)]
+        force: bool,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -38,8 +38,9 @@ pub async fn run(
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
-        arguments::Datastore::Set { name, key_file, dry_run } => {
-            datastore_key::set(server, output, (&name, &key_file), dry_run.dry_run).await
+        arguments::Datastore::Set { name, key_file, force, dry_run } => {
+            let key = (name.as_str(), key_file.as_path(), force);
+            datastore_key::set(server, output, key, dry_run.dry_run).await
         }
         arguments::Datastore::Remount { name, host, dry_run } => {
             let which = (name.as_str(), host.as_deref());

@@ -1,21 +1,21 @@
 //! The key of a pool's user that the server is to hold: read here, and sealed for the server.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::{DatastoreHost, SetDatastoreKey};
-use vmseal_api::model::{About, Datastore};
+use vmseal_api::model::{About, Datastore, RekeyedDatastore};
 use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
 use vmseal_secret::SecretBytes;
-use vmseal_secret::cephx::{CephxKey, KEYRING_MAX};
-use zeroize::Zeroizing;
+use vmseal_secret::cephx::CephxKey;
 
 use crate::arguments::Output;
 use crate::passphrase;
 use crate::print::{self, plan};
+use crate::stream::say;
 
 /// The key of `user` in a file, sealed for the datastore that the request calls `name`.
 pub async fn sealed(
@@ -33,19 +33,23 @@ pub async fn sealed(
 pub async fn set(
     server: &ServerClient,
     output: Output,
-    (name, file): (&str, &Path),
+    (name, file, force): (&str, &Path, bool),
     dry_run: bool,
 ) -> anyhow::Result<()> {
     let path = format!("datastores/{name}");
     let datastore: Datastore = server.get(&path).await?;
     let user = datastore.hosts.iter().find_map(|on| on.location.pool()).map(|pool| &pool.user);
     let user = user.with_context(|| format!("datastore '{name}' is no pool of Ceph"))?;
-    let request = SetDatastoreKey { key: sealed(server, file, user, name).await? };
+    let request = SetDatastoreKey { key: sealed(server, file, user, name).await?, force };
     let path = format!("{path}/key");
     if dry_run {
         return plan::show(output, &server.try_put(&path, &request).await?);
     }
-    let datastore: Datastore = server.put(&path, &request).await?;
+    let rekeyed: RekeyedDatastore = server.put(&path, &request).await?;
+    for warning in &rekeyed.warnings {
+        say(format!("warning: {warning}"));
+    }
+    let datastore = rekeyed.datastore;
     print::one(output, &datastore, &from_when(&datastore))
 }
 
@@ -54,11 +58,12 @@ fn is_held(on: &DatastoreHost) -> bool {
     on.location.pool().is_some_and(|it| it.keyring.is_none())
 }
 
-/// Which key each host's mount uses, of those that the server has given.
+/// Which key each host's mount uses, of those that the server has given, or of the keyring on the host.
 pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let said = |on: &DatastoreHost| {
         let host = &on.host;
         let uses = match &on.mounted_key {
+            Some(key) if !is_held(on) => format!("{}, of its keyring", key.fingerprint),
             Some(key) if key.current => format!("{} (current)", key.fingerprint),
             Some(key) => format!(
                 "{}, a former one, until the pool is mounted anew there (vmseal datastore remount)",
@@ -68,7 +73,7 @@ pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
         };
         ("KEY", format!("host '{host}': {uses}"))
     };
-    datastore.hosts.iter().filter(|on| is_held(on)).map(said).collect()
+    datastore.hosts.iter().filter(|on| on.location.pool().is_some()).map(said).collect()
 }
 
 /// From when on each host uses the new key.
@@ -86,21 +91,11 @@ fn from_when(datastore: &Datastore) -> Vec<(&'static str, String)> {
 
 /// The key in a keyring, or by itself; `-` is standard input.
 fn read(file: &Path, user: &str) -> anyhow::Result<SecretBytes> {
-    // With room for all of it, so that no copy of the key is left where it grew.
-    let mut content = Zeroizing::new(Vec::with_capacity(KEYRING_MAX + 64));
-    let limit = KEYRING_MAX as u64 + 1;
     let read = if file == Path::new("-") {
-        io::stdin().take(limit).read_to_end(&mut content)
+        CephxKey::read_of(io::stdin(), user)
     } else {
-        File::open(file).and_then(|open| open.take(limit).read_to_end(&mut content))
+        File::open(file).and_then(|open| CephxKey::read_of(open, user))
     };
-    read.with_context(|| format!("cannot read the key file {}", file.display()))?;
-    ensure!(
-        content.len() <= KEYRING_MAX,
-        "the key file {} has more than {KEYRING_MAX} bytes: it is no keyring",
-        file.display()
-    );
-    let key = CephxKey::in_file(&content, user)
-        .with_context(|| format!("the key file {}", file.display()))?;
+    let key = read.with_context(|| format!("the key file {}", file.display()))?;
     Ok(key.to_secret()?)
 }

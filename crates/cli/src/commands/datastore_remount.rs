@@ -60,6 +60,7 @@ fn nothing(datastore: &Datastore) -> Plan {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
+    use vmseal_api::datastore::DatastoreLocation;
 
     use super::*;
     use crate::commands::datastore::details;
@@ -78,12 +79,24 @@ mod tests {
             [on("a", Some(("22222222", true))), on("b", Some(("11111111", false))), on("c", None)];
         let id = "01890a5d-ac96-774b-bcce-b302099a8057";
         let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts, "key": "22222222" });
-        let datastore: Datastore = serde_json::from_value(datastore).unwrap();
+        let mut datastore: Datastore = serde_json::from_value(datastore).unwrap();
         assert_eq!(due(&datastore), ["b", "c"]);
         let said: Vec<String> = of_hosts(&datastore).into_iter().map(|(_, line)| line).collect();
         assert_eq!(said[0], "host 'a': 22222222 (current)");
         assert!(said[1].starts_with("host 'b': 11111111, a former one, until"), "{said:?}");
         assert_eq!(said[2], "host 'c': it has not said which");
         assert!(details(&datastore)[0].1.ends_with("held by the server, 22222222"));
+
+        // The server does not know what is in keyrings.
+        datastore.key = None;
+        for on in &mut datastore.hosts {
+            let DatastoreLocation::Rbd { pool, .. } = &mut on.location else { unreachable!() };
+            pool.keyring = Some("/etc/ceph/keyring".into());
+        }
+        let said: Vec<String> = details(&datastore).into_iter().map(|(_, line)| line).collect();
+        let keyrings = ["host 'a': 22222222, of its keyring", "host 'b': 11111111, of its keyring"];
+        assert_eq!(said[0], "client.a: /etc/ceph/keyring");
+        assert_eq!(said[1..3], keyrings);
+        assert_eq!(said[3], "host 'c': it has not said which");
     }
 }

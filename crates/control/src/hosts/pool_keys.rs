@@ -13,7 +13,7 @@ use base64::engine::general_purpose::STANDARD;
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use rustls::pki_types::pem::PemObject;
 use vmseal_api::host::version::POOL_KEYS;
-use vmseal_api::host::{HostAgent, HostDescription, PoolKey, SealedKey, pool_key_info};
+use vmseal_api::host::{HostAgent, HostDescription, PoolKey, Remount, SealedKey, pool_key_info};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::derive::{datastore_wrapping_key, pool_key_fingerprint};
@@ -106,6 +106,38 @@ pub(crate) async fn give(
     on: &OnHost,
     key: &SecretBytes,
 ) -> Result<(), Problem> {
+    let detail = format!("the key of its pool to host '{}'", on.host_name);
+    let sealed = sealed(store, agent, (datastore, &detail), on, key).await?;
+    let path = on.location.path().to_owned();
+    agent.offer_pool_key(PoolKey { path, key: Some(sealed) }).await
+}
+
+/// Has the agent of a host see whether the cluster takes another key of a datastore's pool. The host does not hold it, and its mount stays
+/// as it is. It is on record before it leaves.
+///
+/// # Errors
+/// `unreachable` where the cluster refuses it or does not answer the host; the agent's, and the inventory's.
+pub(crate) async fn have_tried(
+    store: &Store,
+    agent: &dyn HostAgent,
+    datastore: &Datastore,
+    on: &OnHost,
+    key: &SecretBytes,
+) -> Result<(), Problem> {
+    let detail = format!("a key of its pool, only to be tried, to host '{}'", on.host_name);
+    let sealed = sealed(store, agent, (&datastore.name, &detail), on, key).await?;
+    let remount = Remount { datastore: datastore.spec(on), only_try: true, key: Some(sealed) };
+    agent.remount_datastore(remount).await.map(drop)
+}
+
+/// A key of a datastore's pool, sealed to the agent of a host, with what is on record from now on about that.
+async fn sealed(
+    store: &Store,
+    agent: &dyn HostAgent,
+    (datastore, detail): (&str, &str),
+    on: &OnHost,
+    key: &SecretBytes,
+) -> Result<SealedKey, Problem> {
     let path = on.location.path();
     let key_box = agent.describe().await?.key_box;
     let public = keys::public_key(&key_box, &on.host_name)?;
@@ -118,12 +150,10 @@ pub(crate) async fn give(
             error => crate::internal(&error),
         })?;
     let mut write = store.write().await?;
-    let detail = format!("the key of its pool to host '{}'", on.host_name);
     let kind = "datastore.key-delivered";
-    write.event(NewEvent { kind, actor: crate::SELF, target: datastore, detail: &detail }).await?;
+    write.event(NewEvent { kind, actor: crate::SELF, target: datastore, detail }).await?;
     write.commit().await?;
-    let sealed = SealedKey { key_box, sealed: STANDARD.encode(sealed.as_bytes()) };
-    agent.offer_pool_key(PoolKey { path: path.to_owned(), key: Some(sealed) }).await
+    Ok(SealedKey { key_box, sealed: STANDARD.encode(sealed.as_bytes()) })
 }
 
 /// Gives the agent of a host all keys of its pools that the server holds. One that it does not get is logged, and its datastore does

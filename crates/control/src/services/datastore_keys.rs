@@ -2,9 +2,10 @@
 //! any more.
 
 use vmseal_api::datastore::SetDatastoreKey;
-use vmseal_api::host::version::POOL_KEYS;
+use vmseal_api::host::version::{POOL_KEYS, TRY_POOL_KEYS};
 use vmseal_api::host::{DatastoreLocation, PoolKey};
 use vmseal_api::id::HostId;
+use vmseal_api::model::Plan;
 use vmseal_api::passphrase::{SealedPassphrase, of_datastore};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
@@ -92,45 +93,145 @@ pub(super) async fn forget(services: &Services, host: HostId, location: &Datasto
     }
 }
 
-/// Changes the key of a datastore that the server holds. A pool that is mounted stays so, with the former key.
+/// What is known of a new key.
+enum Trial {
+    /// The cluster has taken it, on this host.
+    Taken(String),
+    /// It is to be kept whatever it is.
+    Forced,
+    /// The agents that answer are of an earlier version, that of this host and of others.
+    NotKnown(String),
+}
+
+impl Trial {
+    /// For the event.
+    fn recorded(&self) -> String {
+        match self {
+            Self::Taken(host) => format!("tried on host '{host}'"),
+            Self::Forced | Self::NotKnown(_) => "untried".to_owned(),
+        }
+    }
+
+    /// What the caller has to know.
+    fn warnings(&self, datastore: &str) -> Vec<String> {
+        let Self::NotKnown(host) = self else { return Vec::new() };
+        vec![format!(
+            "the key was not tried: the agent of host '{host}' is of an earlier version. Whether the cluster takes it is said by: vmseal datastore remount {datastore} --dry-run"
+        )]
+    }
+}
+
+/// Has a host that is connected see whether the cluster takes a key.
+///
+/// # Errors
+/// `unreachable`: the cluster refuses it, or does not answer the host; or no host is connected.
+async fn have_tried(
+    services: &Services,
+    datastore: &datastores::Datastore,
+    holders: &[&OnHost],
+    key: &SecretBytes,
+) -> Result<Trial, Problem> {
+    let (mut earlier, mut silent) = (None, None);
+    for on in holders {
+        let agent = match services.hosts.connected(on.host) {
+            Ok(agent) => agent,
+            Err(problem) => {
+                silent = Some(problem);
+                continue;
+            }
+        };
+        let view = services.hosts.view(on.host);
+        if !view.has(TRY_POOL_KEYS) {
+            // One that has not been described yet may have it.
+            earlier = earlier.or_else(|| view.description.map(|_| on.host_name.clone()));
+            continue;
+        }
+        match pool_keys::have_tried(&services.store, &*agent, datastore, on, key).await {
+            Ok(()) => return Ok(Trial::Taken(on.host_name.clone())),
+            // The host is gone, and not its cluster.
+            Err(problem) if is_silence(&problem) && services.hosts.connected(on.host).is_err() => {
+                silent = Some(problem);
+            }
+            Err(problem) => {
+                let detail = format!(
+                    "the key is not kept, as host '{}' cannot use it: {}. Keep it untried with --force",
+                    on.host_name, problem.detail
+                );
+                return Err(Problem { detail, ..problem });
+            }
+        }
+    }
+    if let Some(host) = earlier {
+        return Ok(Trial::NotKnown(host));
+    }
+    let why = silent.map_or_else(|| "none is connected yet".to_owned(), |problem| problem.detail);
+    let detail = format!(
+        "the key is not kept, as no host of datastore '{}' can try it: {why}. Keep it untried with --force",
+        datastore.name
+    );
+    Err(Problem::new(ErrorCode::Unreachable, detail))
+}
+
+/// The hosts of a datastore that the server gives its key.
+fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
+    let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
+    if !holders.is_empty() {
+        return Ok(holders);
+    }
+    let place = hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
+    let what = match place {
+        Some(keyring) => format!(
+            "the key of datastore '{name}' is in a file on its hosts: change it there ({})",
+            keyring.display()
+        ),
+        None => format!("datastore '{name}' is a directory, which has no key"),
+    };
+    Err(Problem::new(ErrorCode::WrongState, what))
+}
+
+/// Changes the key of a datastore that the server holds, once the cluster has taken it. A pool that is mounted stays so, with the former key.
+/// Returns what the caller has to know of the key, too.
 pub(super) async fn set(
     services: &Services,
     caller: &Caller,
     name: &str,
     request: SetDatastoreKey,
     dry_run: bool,
-) -> Result<Outcome<datastores::Datastore>, Problem> {
+) -> Result<Outcome<(datastores::Datastore, Vec<String>)>, Problem> {
     caller.require(Privilege::ManageDatastores)?;
     let key = open(services, name, &request.key)?;
+    let before = datastores::find(&mut *services.store.read().await?, name).await?;
+    let before = before.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let holders_before = holders(&before.name, &before.hosts)?;
+    let trial = match request.force {
+        true => Trial::Forced,
+        false => have_tried(services, &before, &holders_before, &key).await?,
+    };
+    // Hosts may have come and gone during the trial.
     let mut write = services.store.write().await?;
-    let found = datastores::find(&mut write, name).await?;
+    let found = datastores::find(&mut write, &before.id.to_string()).await?;
     let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
     let hosts = datastore.hosts.clone();
-    let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
-    if holders.is_empty() {
-        let place = datastore.hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
-        let what = match place {
-            Some(keyring) => format!(
-                "the key of datastore '{}' is in a file on its hosts: change it there ({})",
-                datastore.name,
-                keyring.display()
-            ),
-            None => format!("datastore '{}' is a directory, which has no key", datastore.name),
-        };
-        return Err(Problem::new(ErrorCode::WrongState, what));
-    }
+    let holders = holders(&datastore.name, &hosts)?;
+    let warnings = trial.warnings(&datastore.name);
     let wrapped = pool_keys::wrapped(&services.data_dir, datastore.id, &key)?;
     datastore_keys::set(&mut write, datastore.id, &wrapped).await?;
     let (kind, target) = ("datastore.key-set", datastore.name.as_str());
     let names: Vec<_> = holders.iter().map(|on| format!("'{}'", on.host_name)).collect();
-    let detail = format!("for hosts {}", names.join(", "));
+    let detail = format!("for hosts {}; {}", names.join(", "), trial.recorded());
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     if dry_run {
+        let taken = match &trial {
+            Trial::Taken(host) => format!(", which the cluster has taken on host '{host}',"),
+            Trial::Forced | Trial::NotKnown(_) => String::new(),
+        };
         let step = format!(
-            "hold this key in place of the former one, and give it to hosts {}",
+            "hold this key{taken} in place of the former one, and give it to hosts {}",
             names.join(", ")
         );
-        return Ok(Outcome::planned("datastore.set-key", target, step));
+        let (kind, target) = ("datastore.set-key".to_owned(), target.to_owned());
+        let plan = Plan { kind, target, steps: vec![step], warnings, ..Plan::default() };
+        return Ok(Outcome::Planned(plan));
     }
     write.commit().await?;
     let mut refused = None;
@@ -151,7 +252,8 @@ pub(super) async fn set(
         );
         return Err(Problem { detail, ..problem });
     }
-    Ok(Outcome::Done(datastores::Datastore { key: wrapped.fingerprint, ..datastore }))
+    let datastore = datastores::Datastore { key: wrapped.fingerprint, ..datastore };
+    Ok(Outcome::Done((datastore, warnings)))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use vmseal_api::host::version::{
 };
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
-use vmseal_api::model::{Datastore, Page, Plan};
+use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 use vmseal_secret::SecretBytes;
@@ -310,15 +310,16 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Da
     Ok(shown(find(services, name).await?))
 }
 
-/// Changes the key of a datastore that the server holds.
+/// Changes the key of a datastore that the server holds, once one of its hosts has tried it.
 pub async fn set_key(
     services: &Services,
     caller: &Caller,
     name: &str,
     request: SetDatastoreKey,
     dry_run: bool,
-) -> Result<Outcome<Datastore>, Problem> {
-    Ok(datastore_keys::set(services, caller, name, request, dry_run).await?.map(shown))
+) -> Result<Outcome<RekeyedDatastore>, Problem> {
+    let set = datastore_keys::set(services, caller, name, request, dry_run).await?;
+    Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.

@@ -6,9 +6,8 @@
 use std::collections::BTreeSet;
 
 use sqlx::SqliteConnection;
-use vmseal_api::datastore::Remount;
-use vmseal_api::host::Power;
 use vmseal_api::host::version::REMOUNT_POOLS;
+use vmseal_api::host::{Power, Remount};
 use vmseal_api::id::VmId;
 use vmseal_api::model::{Datastore, Plan, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -46,7 +45,7 @@ pub async fn remount(
         detail: format!("on host '{}': {}", on.host_name, problem.detail),
         ..problem
     };
-    let remount = Remount { datastore: datastore.spec(on), only_try: dry_run };
+    let remount = Remount { datastore: datastore.spec(on), only_try: dry_run, key: None };
     if dry_run {
         agent.remount_datastore(remount).await.map_err(here)?;
         return Ok(Outcome::Planned(plan(&datastore, on, &standing_still)));

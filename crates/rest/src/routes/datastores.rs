@@ -7,11 +7,11 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::adopt::{AdoptVms, Adoption};
 use vmseal_api::datastore::{DatastoreScan, SetDatastoreKey};
-use vmseal_api::model::{Datastore, Page, Plan};
+use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 use vmseal_control::services::{self, Services};
 
-use crate::answer::{Answer, DatastoreOrPlan, created, no_content};
+use crate::answer::{Answer, DatastoreOrPlan, RekeyedDatastoreOrPlan, created, no_content};
 use crate::problem::ProblemResponse;
 use crate::request::auth::Authenticated;
 use crate::request::body::{self, PathSegment, QueryOf, TwoPathSegments};
@@ -56,18 +56,19 @@ pub(super) async fn show(
     Ok(Json(services::datastores::show(&control, &caller, &name).await?))
 }
 
-/// Changes the key of the user of a pool of Ceph that the server holds, and gives it to the hosts that have the datastore. A pool that
-/// is mounted stays so with the former key.
+/// Changes the key of the user of a pool of Ceph that the server holds, and gives it to the hosts that have the datastore. One of those that
+/// are connected tries it first; a key that the cluster refuses, or that no host can try, is not kept, unless the request says `force`. A
+/// dry run tries it, too. A pool that is mounted stays so with the former key.
 #[utoipa::path(put, path = "/api/v1/datastores/{datastore}/key", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
-    request_body = SetDatastoreKey, responses((status = 200, body = DatastoreOrPlan), ProblemResponse))]
+    request_body = SetDatastoreKey, responses((status = 200, body = RekeyedDatastoreOrPlan), ProblemResponse))]
 pub(super) async fn set_key(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(name): PathSegment,
     QueryOf(query): QueryOf<DryRunQuery>,
     body::Json(request): body::Json<SetDatastoreKey>,
-) -> Result<Answer<Json<Datastore>>, ProblemResponse> {
+) -> Result<Answer<Json<RekeyedDatastore>>, ProblemResponse> {
     Ok(Answer(
         services::datastores::set_key(&control, &caller, &name, request, query.dry_run)
             .await?

@@ -112,7 +112,7 @@ async fn the_server_holds_the_key_of_a_pool_and_gives_it_to_each_agent_of_its_ho
     fixture.connected().await;
 
     // Another key.
-    let change = SetDatastoreKey { key: sealed(&services, "ceph", &second) };
+    let change = SetDatastoreKey { key: sealed(&services, "ceph", &second), force: false };
     service::set_key(&services, &me, "ceph", change, false).await.unwrap();
     for agent in [&fixture.agent, &there] {
         assert_eq!(held(agent).as_deref(), Some(second.as_bytes()));
@@ -128,4 +128,69 @@ async fn the_server_holds_the_key_of_a_pool_and_gives_it_to_each_agent_of_its_ho
         assert_eq!(held(agent), None, "a host holds the key of what it does not have");
     }
     assert!(told(&fixture).await.starts_with("[]"), "the inventory keeps it");
+}
+
+#[tokio::test]
+async fn a_key_is_kept_once_a_host_has_tried_it() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let (first, second) = (a_key(0x5a), a_key(0xa5));
+    let add = request(Some(sealed(&services, "ceph", &first)));
+    service::add(&services, &me, add, false).await.unwrap();
+    let set = async |force: bool, dry_run: bool| {
+        let change = SetDatastoreKey { key: sealed(&services, "ceph", &second), force };
+        service::set_key(&services, &me, "ceph", change, dry_run).await
+    };
+    let done = async |force: bool| match set(force, false).await {
+        Ok(Outcome::Done(rekeyed)) => rekeyed.warnings,
+        other => panic!("the key is not kept: {other:?}"),
+    };
+    let held = || fixture.agent.pool_key(Path::new(PLACE));
+    let recorded = async || fixture.events("datastore.key-set").await.pop().unwrap().detail;
+
+    // The cluster refuses it.
+    fixture.agent.refuse_pool_keys(&[second.as_str()]);
+    for dry_run in [true, false] {
+        let refused = set(false, dry_run).await.map(drop).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unreachable);
+        assert!(refused.detail.contains("host 'here' cannot use it"), "{refused}");
+        assert!(refused.detail.contains("--force"), "{refused}");
+    }
+    assert_eq!(held().as_deref(), Some(first.as_bytes()));
+    assert!(fixture.events("datastore.key-set").await.is_empty());
+    assert!(done(true).await.is_empty());
+    assert_eq!(held().as_deref(), Some(second.as_bytes()));
+    assert!(recorded().await.ends_with("untried"));
+
+    // The cluster takes it.
+    fixture.agent.refuse_pool_keys(&[first.as_str()]);
+    let Ok(Outcome::Planned(plan)) = set(false, true).await else { panic!("it is not planned") };
+    assert!(plan.steps[0].contains("has taken on host 'here'"), "{plan:?}");
+    assert!(done(false).await.is_empty());
+    assert!(recorded().await.ends_with("tried on host 'here'"));
+
+    // An agent of an earlier version cannot tell.
+    fixture.agent.lack_features(&[TRY_POOL_KEYS]);
+    fixture.agent.restart();
+    let (hosts, here) = (&services.hosts, fixture.host);
+    let is_old = async || {
+        (hosts.connected(here).is_ok() && !hosts.view(here).has(TRY_POOL_KEYS)).then_some(())
+    };
+    fixture.eventually("the old agent is connected", is_old).await;
+    let Ok(Outcome::Planned(plan)) = set(false, true).await else { panic!("it is not planned") };
+    for warnings in [plan.warnings, done(false).await] {
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        assert!(warnings[0].contains("host 'here' is of an earlier version"), "{warnings:?}");
+    }
+    assert!(recorded().await.ends_with("untried"));
+
+    // Nobody can.
+    fixture.agent.set_reachable(false);
+    let is_gone = async || hosts.connected(here).is_err().then_some(());
+    fixture.eventually("the host is gone", is_gone).await;
+    let refused = set(false, false).await.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unreachable);
+    assert!(refused.detail.contains("no host of datastore 'ceph' can try it"), "{refused}");
+    assert!(done(true).await.is_empty());
 }

@@ -40,7 +40,7 @@ impl Bench {
 
     async fn change_key(&self) {
         let key = sealed(&self.services, "ceph", &a_key(0xa5));
-        let change = SetDatastoreKey { key };
+        let change = SetDatastoreKey { key, force: false };
         service::set_key(&self.services, &self.me, "ceph", change, false).await.unwrap();
     }
 
