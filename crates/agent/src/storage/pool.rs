@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
-use crate::storage::mounts::file_system;
+use crate::mounts::{POOL, file_system, served_by};
 use crate::storage::pool_keys;
 
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds.
@@ -33,9 +33,6 @@ const MOUNT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The most bytes of a process's log that an error has: its last lines.
 const LOG_MAX: usize = 1024;
-
-/// The kind of its mounts, in the kernel's list.
-const FILE_SYSTEM: &str = "fuse.vmseal-rbd";
 
 /// The program, and where it keeps records and logs.
 static PROGRAM: OnceLock<(PathBuf, PathBuf)> = OnceLock::new();
@@ -251,24 +248,17 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
-/// Who serves a mount; none where that is a `vmseal-rbd` of an earlier version, or nobody. Blocks.
-pub(super) fn mounted(path: &Path) -> Option<Mounted> {
-    let mut told = vec![0; MOUNTED_MAX];
-    let length = rustix::fs::getxattr(path, MOUNTED_ATTRIBUTE, &mut told[..]).ok()?;
-    serde_json::from_slice(&told[..length]).ok()
-}
-
 /// The fingerprint of the key that the mount of a datastore uses; none of a directory or a pool with a keyring, or where that is not said.
 /// Blocks.
 #[must_use]
 pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    mounted(path)?.key
+    served_by(path)?.key
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well.
 pub(super) fn is_mounted(path: &Path) -> bool {
-    file_system(path).is_ok_and(|kind| kind.as_deref() == Some(FILE_SYSTEM))
+    file_system(path).is_ok_and(|kind| kind.as_deref() == Some(POOL))
 }
 
 /// The last lines that a process has written.

@@ -25,6 +25,7 @@ use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use crate::mounts::served_by;
 use crate::storage::pool;
 
 /// How long the cluster may take to answer somebody new: one that is well does within a second. With what mounting may take it stays
@@ -60,8 +61,8 @@ pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<St
         return Ok(pool::mounted_key(location));
     }
     if pool::is_mounted(path) {
-        let told = pool::mounted(path).ok_or_else(|| unknown(path))?;
-        end(path, told.process, || pool::mounted(path).as_ref() == Some(&told))?;
+        let told = served_by(path).ok_or_else(|| unknown(path))?;
+        end(path, told.process, || served_by(path).as_ref() == Some(&told))?;
         tracing::info!(path = %path.display(), process = told.process, "what served a pool has ended");
     }
     pool::start_and_wait(program, run_dir, path, pool, key.as_deref())?;
