@@ -10,6 +10,9 @@ use crate::eventually;
 use crate::installation::{Installation, text};
 use crate::process::{kill_hard, using};
 
+/// The least memory for data that a filter shares with what serves a pool, in bytes. What it has for requests is less.
+const DATA_MIN: u64 = 1 << 20;
+
 /// How connections to the cluster are, and where the pool has its data.
 #[derive(Clone, Copy)]
 pub struct Options {
@@ -115,6 +118,54 @@ impl CephInstallation {
             (self.here.processes_of(vm, "vmseal-filter").ok()?.len() == 1).then_some(())
         })
         .unwrap();
+    }
+
+    /// Kills the filter of a VM, and waits for another one.
+    pub fn kill_filter(&self, vm: &str) {
+        let filters = || self.here.processes_of(vm, "vmseal-filter").unwrap_or_default();
+        let former = filters();
+        assert_eq!(former.len(), 1, "{vm} is not served by one filter");
+        former.iter().copied().for_each(kill_hard);
+        eventually("another filter serves", || {
+            let now = filters();
+            (now.len() == 1 && now != former).then_some(())
+        })
+        .unwrap();
+    }
+
+    /// Finds that data of a disk goes through memory which a filter shares with the process that serves the pool. It is shared when the
+    /// first data go, and not before.
+    pub fn shares_data(&self) {
+        eventually("data go through shared memory", || self.is_sharing().then_some(()))
+            .unwrap_or_else(|error| panic!("{error}: {}", self.log()));
+    }
+
+    /// Finds that no data does.
+    pub fn shares_no_data(&self) {
+        eventually("no memory is shared for data", || (!self.is_sharing()).then_some(()))
+            .unwrap_or_else(|error| panic!("{error}: {}", self.log()));
+    }
+
+    /// Whether the process that serves the pool has memory of a filter.
+    fn is_sharing(&self) -> bool {
+        let Some(server) = self.server() else { return false };
+        let maps = std::fs::read_to_string(format!("/proc/{server}/maps")).unwrap_or_default();
+        maps.lines().any(|line| {
+            let address = |text: &str| u64::from_str_radix(text, 16).ok();
+            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+            let ends = range.and_then(|(from, to)| address(to)?.checked_sub(address(from)?));
+            line.contains("/memfd:channel") && ends.is_some_and(|length| length >= DATA_MIN)
+        })
+    }
+
+    /// Takes the sockets away at which filters get to images without their files.
+    pub fn remove_channels(&self) {
+        let entries = std::fs::read_dir(self.here.path("run/rbd")).unwrap().flatten();
+        let sockets = entries.map(|it| it.path());
+        let sockets: Vec<_> =
+            sockets.filter(|it| it.extension().is_some_and(|it| it == "sock")).collect();
+        assert!(!sockets.is_empty(), "no pool has a socket");
+        sockets.iter().for_each(|it| std::fs::remove_file(it).unwrap());
     }
 
     /// Kills a daemon of the cluster, such as `osd.1`.

@@ -16,7 +16,7 @@ subject = "disk"
 measures = ["iops"]
 
 [matrix]
-systems = ["vmseal-encrypted", "vmseal-plain", "librbd-luks2", "librbd-plain", "fio-rbd"]
+systems = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-files", "librbd-luks2", "librbd-plain", "fio-rbd"]
 
 [[matrix.loads]]
 id = "write"
@@ -63,7 +63,8 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
         return;
     }
     let cells = experiment["measured"][0]["cells"].as_array().unwrap();
-    for system in ["vmseal-encrypted", "vmseal-plain", "librbd-luks2", "librbd-plain", "fio-rbd"] {
+    let vmseal = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-files"];
+    for system in vmseal.into_iter().chain(["librbd-luks2", "librbd-plain", "fio-rbd"]) {
         for load in ["write", "read"] {
             let wanted = |it: &&Value| it["system"] == system && it["workload"] == load;
             let found: Vec<_> = cells.iter().filter(wanted).collect();

@@ -1,5 +1,5 @@
 //! A VM whose disks are RBD images of a real Ceph cluster: it does what VMs on a directory do, its images are ciphertext, and it loses
-//! nothing when `vmseal-rbd` dies, or OSDs.
+//! nothing when `vmseal-rbd` dies, its filter, or OSDs, whether its data goes through shared memory or FUSE.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -61,6 +61,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     assert!(shown.contains("rbd:vmseal"), "{shown}");
     let mut console = started(here, "ceph");
     is_ciphertext(&bench);
+    bench.shares_data();
 
     // What serves the images dies under load: a filter ends with it, and others go on.
     for _ in 0..3 {
@@ -70,7 +71,14 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
         bench.is_served_again(VM, server);
         stop_counting(&mut console);
         read_marker_of_disk(&mut console);
+        bench.shares_data();
     }
+    // So does its filter, with requests in flight.
+    count(&mut console);
+    bench.kill_filter(VM);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    bench.shares_data();
     // An OSD dies and comes back.
     count(&mut console);
     bench.kill_daemon("osd.1");
@@ -79,7 +87,9 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
 
     // What is done with VMs elsewhere.
     here.vmseal(&["snapshot", "create", VM, "one"]).unwrap();
+    // A disk with layers is in files.
     count(&mut console);
+    bench.shares_no_data();
     here.vmseal(&["vm", "recrypt", VM]).unwrap();
     here.vmseal(&["vm", "recrypt", VM, "--deep"]).unwrap();
     stop_counting(&mut console);
@@ -87,9 +97,12 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     is_ciphertext(&bench);
     here.vmseal(&["snapshot", "delete", VM, "one"]).unwrap();
     count(&mut console);
+    bench.shares_data();
     here.vmseal(&["vm", "move", VM, "--datastore", "local"]).unwrap();
     bench.is_empty();
+    bench.shares_no_data();
     here.vmseal(&["vm", "move", VM, "--datastore", "ceph"]).unwrap();
+    bench.shares_data();
     stop_counting(&mut console);
     read_marker_of_disk(&mut console);
     is_ciphertext(&bench);
@@ -103,8 +116,16 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     let refused = here.refused(&["vm", "start", VM]).unwrap();
     assert!(refused.contains("in pool 'vmseal' with messenger 'crc'"), "{refused}");
     asks("any").unwrap();
+    // Without the socket all goes through FUSE.
+    bench.shares_no_data();
+    bench.remove_channels();
     here.vmseal(&["vm", "start", VM]).unwrap();
-    read_marker_of_disk(&mut booted(here, VM).unwrap());
+    let mut console = booted(here, VM).unwrap();
+    count(&mut console);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    bench.shares_no_data();
+    drop(console);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.is_empty();

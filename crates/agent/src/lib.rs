@@ -15,6 +15,7 @@
 //! | [`hypervisor`] | QEMU: its command line, QMP, the serial console, what accelerates it here |
 //! | [`process`] | processes that outlive the agent, on record, under users of their own; what this machine is |
 //! | [`migration`] | what goes from host to host when a VM moves |
+//! | `mounts` | what is mounted where, and who serves it |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | `rules` | what may be done with a VM when |
 //! | `signer` | the key that reports are signed with |
@@ -29,6 +30,7 @@ pub mod hypervisor;
 mod jobs;
 mod keys;
 pub mod migration;
+mod mounts;
 pub mod process;
 mod rules;
 mod signer;

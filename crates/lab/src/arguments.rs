@@ -21,8 +21,8 @@ use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
 use crate::stop::{self, Stopped};
 use crate::systems::{
-    Beside, FIO, FioRbd, LIBRBD_SYSTEMS, Librbd, Nbdkit, Program, SEVERAL, StorageDaemon, System,
-    Transport, Vmseal, fio_obstacle, librbd_obstacle,
+    Beside, FILES_SYSTEMS, FIO, FioRbd, LIBRBD_SYSTEMS, Librbd, Nbdkit, Program, SEVERAL,
+    StorageDaemon, System, Transport, Vmseal, fio_obstacle, librbd_obstacle,
 };
 
 const MIB: u64 = 1 << 20;
@@ -82,6 +82,9 @@ pub struct BenchArguments {
     /// The pool of systems that get to Ceph by its own library; only `vmseal lab run` has one.
     #[arg(skip)]
     pub pool: Option<RbdPool>,
+    /// The socket of what serves the pool as files, by which vmseal's filter gets to them.
+    #[arg(skip)]
+    pub channel: Option<PathBuf>,
 }
 
 impl Default for BenchArguments {
@@ -290,6 +293,8 @@ impl BenchArguments {
             },
             disks: if named_by_disks { SEVERAL } else { section.disks as usize },
             named_by_disks,
+            by_files: FILES_SYSTEMS.contains(&id),
+            channel: self.channel.clone(),
             delay_us: section.delay_us,
             beside: match id {
                 "vmseal-plain-encrypting" => Some(Beside::Encrypting),
@@ -372,7 +377,12 @@ mod tests {
             systems.iter().map(|system| (system.id(), system.encrypts())).collect()
         };
         let without = parse("").unwrap();
-        let vmseal = [("vmseal-encrypted", true), ("vmseal-plain", false)];
+        let vmseal = [
+            ("vmseal-encrypted", true),
+            ("vmseal-plain", false),
+            ("vmseal-encrypted-files", true),
+            ("vmseal-plain-files", false),
+        ];
         assert_eq!(named(&without), vmseal);
         let pool = Some(crate::ceph::client::tests::pool());
         let with = BenchArguments { pool, ..parse("--storage-daemon /nonexistent/qsd").unwrap() };

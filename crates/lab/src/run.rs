@@ -268,6 +268,7 @@ impl RunArguments {
         let of = |section: &Section| stored.iter().find(|it| it.has(section));
         let bench = |section: &Section| BenchArguments {
             pool: of(section).map(|stored| stored.access.clone()),
+            channel: of(section).map(|stored| stored.channel.clone()),
             ..self.bench(extent)
         };
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());

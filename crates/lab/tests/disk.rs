@@ -56,6 +56,8 @@ fn vmseal(encrypted: bool) -> Vmseal {
         direct: Direct::Auto,
         disks: 1,
         named_by_disks: false,
+        by_files: false,
+        channel: None,
         delay_us: 0,
         snapshot: None,
         beside: None,

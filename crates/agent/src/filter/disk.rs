@@ -16,6 +16,8 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::SecretFd;
 
+use super::channel::Channels;
+
 /// An open replica, for a filter.
 #[derive(Debug)]
 pub struct Replica {
@@ -75,7 +77,19 @@ impl CopyPlace {
         }
     }
 
-    fn backend(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> BackendSpec {
+    /// The image, where it has no layers.
+    fn image(&self) -> Option<&File> {
+        match self {
+            Self::Image { file, layers, .. } => layers.is_empty().then_some(file),
+            Self::OtherHost { .. } => None,
+        }
+    }
+
+    fn backend(
+        &self,
+        channels: &Channels,
+        mut fd: impl FnMut(BorrowedFd<'_>) -> Handle,
+    ) -> BackendSpec {
         let (file, layers, offset, keeps_room) = match self {
             Self::Image { file, layers, offset, keeps_room } => {
                 (file, layers, *offset, *keeps_room)
@@ -91,6 +105,7 @@ impl CopyPlace {
                 offset,
                 direct: Direct::Auto,
                 keeps_room,
+                channel: channels.beside(file).map(fd),
             },
             Some((active, below)) => {
                 let active = fd(active.as_fd());
@@ -106,13 +121,22 @@ impl CopyPlace {
 }
 
 impl Mirror {
+    /// The copy's image, where it has no layers.
+    pub(super) fn image(&self) -> Option<&File> {
+        self.to.image()
+    }
+
     /// As a filter gets it; `fd` says how it knows a descriptor.
-    pub(super) fn spec(&self, mut fd: impl FnMut(BorrowedFd<'_>) -> Handle) -> MirrorSpec {
+    pub(super) fn spec(
+        &self,
+        channels: &Channels,
+        mut fd: impl FnMut(BorrowedFd<'_>) -> Handle,
+    ) -> MirrorSpec {
         let crypt = self.key.iter().map(|(key, holes)| (fd(key.as_fd()), *holes));
         let crypt = crypt.map(|(key, holes)| FilterSpec::Crypt { key, holes });
         let cache = self.cache.map(|bytes| FilterSpec::Cache(CacheSpec { bytes }));
         let chain = crypt.chain(cache).collect();
-        let backend = self.to.backend(&mut fd);
+        let backend = self.to.backend(channels, &mut fd);
         let (map, pace) = (fd(self.map.as_fd()), self.pace);
         let (stays, same_below) = match &self.to {
             CopyPlace::Image { layers, .. } => (false, !layers.is_empty()),
@@ -238,13 +262,13 @@ pub struct Conversion {
 }
 
 impl Conversion {
-    fn spec(&self, keeps_room: bool) -> ConvertSpec {
+    fn spec(&self, keeps_room: bool, channels: &Channels) -> ConvertSpec {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
         let crypt = |key: &SecretFd| FilterSpec::Crypt { key: fd(key.as_fd()), holes: Holes::Zero };
         ConvertSpec {
             into: StackSpec {
                 chain: self.key.iter().map(crypt).collect(),
-                backend: backend(&self.file, &[], self.offset, keeps_room, Direct::Auto),
+                backend: backend(&self.file, &[], self.offset, keeps_room, Direct::Auto, channels),
             },
             journal: fd(self.journal.as_fd()),
             bytes_per_second: self.bytes_per_second,
@@ -407,7 +431,8 @@ impl Work {
 }
 
 impl Disk {
-    pub(super) fn config(&self, peer: u32) -> DiskConfig {
+    /// What a filter is told of it, with these channels for its images.
+    pub(super) fn config(&self, peer: u32, channels: &Channels) -> DiskConfig {
         let fd = |fd: BorrowedFd<'_>| Handle::Fd(fd.as_raw_fd());
         let crypt = |(key, holes): &(SecretFd, Holes)| FilterSpec::Crypt {
             key: fd(key.as_fd()),
@@ -419,7 +444,7 @@ impl Disk {
         // Above encryption, as the copy has a key of its own or none.
         let mirror = self.mirror.as_ref();
         let mirror_stays = mirror.is_some_and(|it| matches!(it.to, CopyPlace::OtherHost { .. }));
-        let mirror = mirror.map(|mirror| FilterSpec::Mirror(Box::new(mirror.spec(fd))));
+        let mirror = mirror.map(|mirror| FilterSpec::Mirror(Box::new(mirror.spec(channels, fd))));
         let chain = chain.chain(mirror);
         // A guest could change the ciphertext before it is decrypted in its memory.
         let in_guest_memory = matches!(self.work, Work::Serve { .. });
@@ -434,6 +459,7 @@ impl Disk {
                 offset: self.offset,
                 direct: Direct::Auto,
                 keeps_room: false,
+                channel: channels.beside(&replica.file).map(fd),
             };
             FilterSpec::Replicate(Box::new(ReplicateSpec {
                 to: StackSpec { chain: Vec::new(), backend },
@@ -462,6 +488,7 @@ impl Disk {
                 self.offset,
                 self.keeps_room,
                 Direct::Auto,
+                channels,
             ) {
                 BackendSpec::Qcow2 { file, backing, offset, .. } => {
                     let lock = self.lock().map(|file| fd(file.as_fd()));
@@ -526,6 +553,7 @@ impl Disk {
                                 lower.offset,
                                 self.keeps_room,
                                 lower.direct,
+                                channels,
                             ),
                         },
                         lock: fd(lock.as_fd()),
@@ -534,10 +562,23 @@ impl Disk {
                 _ => None,
             },
             convert: match &self.work {
-                Work::Convert(it) => Some(it.spec(self.keeps_room)),
+                Work::Convert(it) => Some(it.spec(self.keeps_room, channels)),
                 _ => None,
             },
         }
+    }
+
+    /// The images that the filter reads or writes as they are, without layers above them.
+    pub(super) fn images(&self) -> impl Iterator<Item = &File> {
+        let own = self.layers.is_empty().then_some(&self.file);
+        let worked = match &self.work {
+            Work::Merge { lower, .. } => lower.layers.is_empty().then_some(&lower.file),
+            Work::Convert(it) => Some(&it.file),
+            _ => None,
+        };
+        let copy = self.mirror.as_ref().and_then(Mirror::image);
+        let replica = self.replica.as_ref().map(|it| &it.file);
+        own.into_iter().chain(worked).chain(copy).chain(replica)
     }
 
     /// The file that is kept open for its lock: one that others write only when they have that needs none.
@@ -578,24 +619,27 @@ fn backend(
     offset: u64,
     keeps_room: bool,
     direct: Direct,
+    channels: &Channels,
 ) -> BackendSpec {
     let fds: Vec<_> =
         layers.iter().chain([file]).map(|file| Handle::Fd(file.as_raw_fd())).collect();
-    stored(&fds, offset, keeps_room, direct, None)
+    let channel = channels.beside(file).map(|it| Handle::Fd(it.as_raw_fd()));
+    stored(&fds, offset, keeps_room, direct, None, channel)
 }
 
 /// The same in files of these numbers: the active layer's first, and the image's last. `lock` is kept open for the disk's lock,
-/// where none of these has it.
+/// where none of these has it; `channel` is for an image alone.
 pub(super) fn stored(
     files: &[Handle],
     offset: u64,
     keeps_room: bool,
     direct: Direct,
     lock: Option<Handle>,
+    channel: Option<Handle>,
 ) -> BackendSpec {
     let (file, below) = match files {
         [file] => {
-            return BackendSpec::File { file: file.clone(), offset, direct, keeps_room };
+            return BackendSpec::File { file: file.clone(), offset, direct, keeps_room, channel };
         }
         [active, below @ ..] => (active.clone(), below),
         [] => unreachable!("a disk has an image"),
@@ -615,93 +659,4 @@ fn serial(disk: DiskId) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::path::PathBuf;
-
-    use super::*;
-    use crate::filter::Connection;
-
-    #[test]
-    fn limits_are_above_encryption_and_the_cache_is_below() {
-        let (_to_qemu, socket, connected) = Connection::new(PathBuf::new()).unwrap();
-        let limits = DiskLimits { iops: Some(100), bandwidth: None };
-        let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
-        let mut disk = Disk {
-            disk: DiskId::new(),
-            size: 4096,
-            file: tempfile::tempfile().unwrap(),
-            layers: Vec::new(),
-            offset: 0,
-            key: Some((key.to_memfd().unwrap(), Holes::Zero)),
-            shared: Shared::default(),
-            keeps_room: false,
-            work: Work::Serve {
-                socket,
-                connected,
-                queues: 1,
-                read_only: false,
-                limits,
-                cache: Some(1 << 20),
-                bitmaps: Some(tempfile::tempfile().unwrap()),
-            },
-            beside: None,
-            replica: Some(Replica {
-                file: tempfile::tempfile().unwrap(),
-                map: tempfile::tempfile().unwrap(),
-                bytes_per_second: 5 << 20,
-            }),
-            mirror: None,
-        };
-        assert_eq!(
-            disk.descriptors().count(),
-            7,
-            "the filter lacks a descriptor of its configuration"
-        );
-        let chain = disk.config(0).chain;
-        let [
-            FilterSpec::Limit(_),
-            FilterSpec::Crypt { .. },
-            FilterSpec::Cache(cache),
-            FilterSpec::Replicate(replicate),
-        ] = &chain[..]
-        else {
-            panic!("{chain:?}")
-        };
-        assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
-        disk.shared.key = true;
-        let chain = disk.config(0).chain;
-        let is_above = matches!(&chain[1..3], [FilterSpec::Bounce {}, FilterSpec::Crypt { .. }]);
-        assert!(
-            is_above,
-            "others have its key, and it is decrypted in its guest's memory: {chain:?}"
-        );
-        disk.shared.key = false;
-        let replica = disk.replica.as_ref().unwrap().file.as_raw_fd();
-        let BackendSpec::File { file, .. } = &replicate.to.backend else {
-            panic!("{:?}", replicate.to)
-        };
-        assert_eq!(*file, Handle::Fd(replica));
-        assert!(matches!(disk.config(0).backend, BackendSpec::File { .. }));
-        disk.layers = (0..2).map(|_| tempfile::tempfile().unwrap()).collect();
-        assert_eq!(disk.descriptors().count(), 9, "the filter lacks a layer");
-        let BackendSpec::Qcow2 { file, backing, .. } = disk.config(0).backend else {
-            panic!("the layers are not used")
-        };
-        let fd = |file: &File| Handle::Fd(file.as_raw_fd());
-        let formats: Vec<_> = backing.iter().map(|file| file.format).collect();
-        assert_eq!(formats, [ImageFormat::Qcow2, ImageFormat::Raw]);
-        assert_eq!((file, &backing[1].file), (fd(&disk.layers[0]), &fd(&disk.file)));
-        disk.layers.clear();
-        disk.replica = None;
-        let source = tempfile::tempfile().unwrap();
-        disk.work = Work::Import { source, format: ImageFormat::Raw, from: 0 };
-        assert_eq!(disk.config(0).chain.len(), 1, "a filter that fills a disk has a cache");
-    }
-
-    #[test]
-    fn a_serial_is_as_long_as_virtio_allows_and_tells_disks_apart() {
-        let (one, two) = (serial(DiskId::new()), serial(DiskId::new()));
-        assert_eq!(one.len(), SERIAL_MAX);
-        assert_ne!(one, two);
-    }
-}
+mod tests;

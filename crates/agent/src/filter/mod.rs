@@ -1,6 +1,7 @@
 //! The agent's side of a `vmseal-filter` process: starts it with open descriptors and talks to it over its
 //! control socket ([`vmseal_api::filter`]).
 
+mod channel;
 mod disk;
 pub(crate) mod log_level;
 pub(crate) mod metrics;
@@ -18,6 +19,7 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
+use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::filter::{
     BitmapChange, BitmapStatus, ControlReply, ControlRequest, FilterConfig, FilterFigures,
@@ -29,6 +31,8 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id;
 use vmseal_secret::SecretFd;
 
+use self::channel::Channels;
+pub use self::channel::of_disk as channel_of;
 pub use self::disk::{
     Conversion, CopyPlace, Disk, Lower, Mirror, Replica, Shared, Sums, Volume, Work,
 };
@@ -132,13 +136,14 @@ pub struct Keys(#[expect(dead_code, reason = "they are wiped when this goes")] V
 ///
 /// # Errors
 /// Those of making the socket and starting the process.
-pub fn start(
+pub async fn start(
     program: &File,
     vm: VmId,
     directory: &ProcessDir,
     disks: Vec<Disk>,
     user: Option<u32>,
 ) -> io::Result<(Process, Keys)> {
+    let disks = with_channels(disks).await?;
     launch(program, vm, directory, disks, user, |config| in_memory(config).map(Stdio::from))
 }
 
@@ -157,13 +162,14 @@ impl Held {
     ///
     /// # Errors
     /// As [`start`].
-    pub fn start(
+    pub async fn start(
         program: &File,
         vm: VmId,
         directory: &ProcessDir,
         disks: Vec<Disk>,
         user: Option<u32>,
     ) -> io::Result<Self> {
+        let disks = with_channels(disks).await?;
         let (reader, input) = std::io::pipe()?;
         let mut config = Vec::new();
         let (process, keys) = launch(program, vm, directory, disks, user, |bytes| {
@@ -184,11 +190,20 @@ impl Held {
     }
 }
 
+/// The disks with channels for their images, on a thread that may wait for `vmseal-rbd`.
+async fn with_channels(disks: Vec<Disk>) -> io::Result<(Vec<Disk>, Channels)> {
+    let connect = move || {
+        let channels = Channels::of(disks.iter().flat_map(Disk::images));
+        (disks, channels)
+    };
+    spawn_blocking(connect).await.map_err(io::Error::other)
+}
+
 fn launch(
     program: &File,
     vm: VmId,
     directory: &ProcessDir,
-    disks: Vec<Disk>,
+    (disks, channels): (Vec<Disk>, Channels),
     user: Option<u32>,
     input: impl FnOnce(&[u8]) -> io::Result<Stdio>,
 ) -> io::Result<(Process, Keys)> {
@@ -202,13 +217,18 @@ fn launch(
         control_uid: Some(own),
         request_id: request_id::current().map(|id| id.to_string()),
         log_levels: Some(vmseal_log::levels().to_string()),
-        disks: disks.iter().map(|disk| disk.config(own)).collect(),
+        disks: disks.iter().map(|disk| disk.config(own, &channels)).collect(),
     };
     let launched = process::launch(Launch {
         program,
         name: "vmseal-filter",
         arguments: vec!["--config".into(), "-".into()],
-        keep: disks.iter().flat_map(Disk::descriptors).chain([control.as_fd()]).collect(),
+        keep: disks
+            .iter()
+            .flat_map(Disk::descriptors)
+            .chain(channels.descriptors())
+            .chain([control.as_fd()])
+            .collect(),
         input: input(&serde_json::to_vec(&config)?)?,
         log: directory.log(NAME)?,
         user: user.map(|id| User { id, group: None }),

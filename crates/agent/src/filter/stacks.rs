@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use vmseal_api::filter::{
 use vmseal_api::id::DiskId;
 
 use super::{Control, FilterError, Mirror, unexpected};
+use crate::filter::channel::Channels;
 use crate::filter::disk::stored;
 
 /// The longest that the requests of disks may take to end; the filter itself gives up before.
@@ -39,6 +40,8 @@ pub struct NewLayers {
     pub keeps_room: bool,
     /// The file with the disk's lock, where that is not the image.
     pub own: Option<File>,
+    /// The channel of the image, where there are no layers ([`super::channel_of`]). A filter that knows no channels does not get it.
+    pub channel: Option<OwnedFd>,
 }
 
 /// Disks that wait; they go on when this is dropped.
@@ -60,16 +63,21 @@ impl Control {
     /// # Errors
     /// [`FilterError::Refused`]: none of them is copied. After any other error either may be the case.
     pub fn mirror(&self, copies: &[(DiskId, Mirror)]) -> Result<(), FilterError> {
+        let mut connection = self.connect()?;
+        let mut channels = Channels::of(copies.iter().filter_map(|(_, mirror)| mirror.image()));
+        if !channels.is_empty() && !connection.takes_channels() {
+            channels = Channels::default();
+        }
         let mut numbers = Vec::new();
         let copies = copies.iter().map(|(disk, mirror)| {
-            let mirror = mirror.spec(|fd| {
+            let mirror = mirror.spec(&channels, |fd| {
                 numbers.push(fd.as_raw_fd());
                 Handle::Fd(i32::try_from(numbers.len() - 1).unwrap_or(i32::MAX))
             });
             NewCopy { disk: *disk, mirror }
         });
         let request = ControlRequest::Mirror { copies: copies.collect() };
-        self.connect()?.ask(&request, &numbers)
+        connection.ask(&request, &numbers)
     }
 
     fn connect(&self) -> Result<Waiting, FilterError> {
@@ -128,15 +136,20 @@ impl Waiting {
     }
 
     fn exchange(&mut self, new: &[NewLayers], size: Option<u64>) -> Result<(), FilterError> {
+        let has_channels = new.iter().any(|new| new.channel.is_some());
+        let with_channels = has_channels && self.takes_channels();
         let mut numbers = Vec::new();
         let stacks = new.iter().map(|new| {
-            let mut passed = |file: &File| {
-                numbers.push(file.as_raw_fd());
+            let mut passed = |fd: BorrowedFd<'_>| {
+                numbers.push(fd.as_raw_fd());
                 Handle::Fd(i32::try_from(numbers.len() - 1).unwrap_or(i32::MAX))
             };
-            let files: Vec<_> = new.layers.iter().chain([&new.file]).map(&mut passed).collect();
-            let lock = new.own.as_ref().map(passed);
-            let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto, lock);
+            let files = new.layers.iter().chain([&new.file]).map(AsFd::as_fd);
+            let files: Vec<_> = files.map(&mut passed).collect();
+            let lock = new.own.as_ref().map(AsFd::as_fd).map(&mut passed);
+            let channel = new.channel.as_ref().filter(|_| with_channels);
+            let channel = channel.map(AsFd::as_fd).map(passed);
+            let backend = stored(&files, new.offset, new.keeps_room, Direct::Auto, lock, channel);
             NewStack { disk: new.disk, chain: None, backend, size }
         });
         let request = ControlRequest::Replace { stacks: stacks.collect() };
@@ -151,7 +164,24 @@ impl Waiting {
         self.ask(&ControlRequest::Resume, &[])
     }
 
+    /// Whether the filter knows channels ([`vmseal_api::filter::FilterStatus::channels`]). One that does not say so does without.
+    fn takes_channels(&mut self) -> bool {
+        let answer = self.answer(&ControlRequest::Status, &[]);
+        matches!(answer, Ok(ControlReply::Status(status)) if status.channels)
+    }
+
     fn ask(&mut self, request: &ControlRequest, fds: &[RawFd]) -> Result<(), FilterError> {
+        match self.answer(request, fds)? {
+            ControlReply::Done => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    fn answer(
+        &mut self,
+        request: &ControlRequest,
+        fds: &[RawFd],
+    ) -> Result<ControlReply, FilterError> {
         let mut line = serde_json::to_vec(request).map_err(io::Error::from)?;
         line.push(b'\n');
         self.send(&line, fds)?;
@@ -161,11 +191,7 @@ impl Waiting {
         if answer.last() != Some(&b'\n') {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
-        match serde_json::from_slice(&answer) {
-            Ok(ControlReply::Done) => Ok(()),
-            Ok(other) => Err(unexpected(other)),
-            Err(error) => Err(FilterError::Protocol(error.to_string())),
-        }
+        serde_json::from_slice(&answer).map_err(|error| FilterError::Protocol(error.to_string()))
     }
 
     /// Sends a line, and all descriptors before its last byte.
@@ -182,5 +208,72 @@ impl Waiting {
             sent += sendmsg::<()>(socket, &bytes, rights, MsgFlags::MSG_NOSIGNAL, None)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixListener;
+
+    use serde_json::{Value, json};
+    use vmseal_api::id::VmId;
+
+    use super::*;
+
+    /// What a filter is asked for by those who have a channel for it, and which says so, or not, that it knows channels.
+    fn asked(knows: bool) -> Vec<Value> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filter.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let filter = std::thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let mut asked = Vec::new();
+            for line in BufReader::new(&stream).lines() {
+                let request: Value = serde_json::from_str(&line.unwrap()).unwrap();
+                let answer = if request["do"] == "status" {
+                    let mut status = json!({ "answer": "status", "version": 1, "pid": 1 });
+                    status["vm"] = json!(VmId::new());
+                    status["disks"] = json!([]);
+                    if knows {
+                        status["channels"] = json!(true);
+                    }
+                    status
+                } else {
+                    json!({ "answer": "done" })
+                };
+                writeln!(&stream, "{answer}").unwrap();
+                asked.push(request);
+            }
+            asked
+        });
+        let (channel, _) = UnixStream::pair().unwrap();
+        let new = NewLayers {
+            disk: DiskId::new(),
+            file: tempfile::tempfile().unwrap(),
+            layers: Vec::new(),
+            offset: 4096,
+            keeps_room: false,
+            own: None,
+            channel: Some(channel.into()),
+        };
+        let mut waiting = Control(path).drain(vec![new.disk]).unwrap();
+        waiting.replace(&[new]).unwrap();
+        drop(waiting);
+        filter.join().unwrap()
+    }
+
+    #[test]
+    fn only_a_filter_that_knows_channels_gets_one() {
+        for (knows, channel) in [(true, Some(json!({ "fd": 1 }))), (false, None)] {
+            let asked = asked(knows);
+            let kinds: Vec<_> = asked.iter().map(|it| it["do"].as_str().unwrap()).collect();
+            assert_eq!(kinds, ["drain", "status", "replace"]);
+            let backend = &asked[2]["stacks"][0]["backend"];
+            assert_eq!(
+                (backend.get("channel"), &backend["kind"]),
+                (channel.as_ref(), &json!("file"))
+            );
+        }
     }
 }

@@ -35,8 +35,9 @@ pub async fn run_all(
     let first = disks.first().map_or_else(DiskId::default, |disk| disk.disk);
     // One after another may run there.
     directory.renew().await.map_err(internal)?;
-    let (process, keys) =
-        filter::start(&builder.filter, vm, directory, disks, slot.filter()).map_err(internal)?;
+    let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
+        .await
+        .map_err(internal)?;
     let control = Control::of(directory);
     control.ready(&process, directory).await.map_err(internal)?;
     drop(keys);

@@ -115,6 +115,7 @@ impl Filling<'_> {
         let disk = self.disk(*durable).map_err(Failure::Final)?;
         let (process, keys) =
             filter::start(&builder.filter, self.vm, directory, vec![disk], slot.filter())
+                .await
                 .map_err(final_)?;
         let control = Control::of(directory);
         control.ready(&process, directory).await?;

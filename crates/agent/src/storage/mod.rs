@@ -38,7 +38,6 @@ pub(crate) mod medium;
 pub(crate) mod memory;
 pub(crate) mod memory_transit;
 pub(crate) mod mirror;
-pub(crate) mod mounts;
 pub(crate) mod open;
 pub(crate) mod opening;
 pub(crate) mod placeholder;

@@ -19,11 +19,11 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
-use crate::storage::mounts::file_system;
+use crate::mounts::{POOL, file_system, served_by};
 use crate::storage::pool_keys;
 use crate::storage::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
@@ -42,9 +42,6 @@ pub(super) const PROGRAM_NAME: &str = "vmseal-rbd";
 
 /// The most bytes of a process's log that an error has: its last lines.
 const LOG_MAX: usize = 1024;
-
-/// The kind of its mounts, in the kernel's list.
-const FILE_SYSTEM: &str = "fuse.vmseal-rbd";
 
 /// The program, and where it keeps records and logs.
 static PROGRAM: OnceLock<(PathBuf, PathBuf)> = OnceLock::new();
@@ -283,30 +280,23 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
-/// Who serves a mount; none where that is a `vmseal-rbd` of an earlier version, or nobody. Blocks.
-fn mounted(path: &Path) -> Option<Mounted> {
-    let mut told = vec![0; MOUNTED_MAX];
-    let length = rustix::fs::getxattr(path, MOUNTED_ATTRIBUTE, &mut told[..]).ok()?;
-    serde_json::from_slice(&told[..length]).ok()
-}
-
 /// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
 #[must_use]
 pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    mounted(path)?.key
+    served_by(path)?.key
 }
 
-/// Who serves a mount, as [`mounted`] has it, for those who cannot wait for one that hangs.
+/// Who serves a mount, as [`served_by`] has it, for those who cannot wait for one that hangs.
 pub(super) fn mounted_now(path: &Path) -> Result<Option<Mounted>, Silent> {
     let asked = path.to_owned();
-    answer_within(path, SHORT_TIMEOUT, move || mounted(&asked))
+    answer_within(path, SHORT_TIMEOUT, move || served_by(&asked))
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
 /// as what is mounted there hangs.
 fn is_mounted(path: &Path) -> bool {
-    file_system(path).is_ok_and(|kind| kind.as_deref() == Some(FILE_SYSTEM))
+    file_system(path).is_ok_and(|kind| kind.as_deref() == Some(POOL))
 }
 
 /// The same for those who cannot wait for one that hangs.

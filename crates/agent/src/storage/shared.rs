@@ -13,11 +13,11 @@ use vmseal_api::host::{DatastoreSpec, Sharing, SharingStep};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::mounts::file_system;
 use crate::storage::datastore;
 use crate::storage::file_error::failed;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::marked;
-use crate::storage::mounts::file_system;
 use crate::storage::sealed::remove_if_there;
 use crate::storage::timed;
 

@@ -59,6 +59,7 @@ impl Server {
         };
         let (process, _) =
             filter::start(&shared.filter, spec.vm, &directory, vec![served], slot.filter())
+                .await
                 .map_err(internal)?;
         Control::of(&directory).ready(&process, &directory).await.map_err(internal)?;
         Ok(Self { process, directory, _slot: slot })

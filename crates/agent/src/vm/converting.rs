@@ -108,8 +108,9 @@ async fn attempt(
     let opened = spawn_blocking(move || open.open(rate)).await.map_err(final_)?;
     let Some(disk) = opened.map_err(Failure::Final)? else { return Ok(()) };
     let (vm, id) = (wanted.spec.vm, disk.disk);
-    let (process, keys) =
-        filter::start(&builder.filter, vm, directory, vec![disk], slot.filter()).map_err(final_)?;
+    let (process, keys) = filter::start(&builder.filter, vm, directory, vec![disk], slot.filter())
+        .await
+        .map_err(final_)?;
     let control = Control::of(directory);
     control.ready(&process, directory).await?;
     drop(keys);

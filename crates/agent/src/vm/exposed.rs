@@ -211,6 +211,7 @@ async fn start(
     let served = filter::Disk { replica, ..open.into_disk(&disk, work) };
     let (process, keys) =
         filter::start(&builder.filter, vm, directory, vec![served], slot.filter())
+            .await
             .map_err(internal)?;
     Control::of(directory).ready(&process, directory).await.map_err(internal)?;
     drop(keys);

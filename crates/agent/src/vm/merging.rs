@@ -82,6 +82,7 @@ impl Begun {
         let disk = opened.disk;
         let filter =
             filter::Held::start(&builder.filter, vm, &directory, vec![opened], slot.filter())
+                .await
                 .map_err(internal)?;
         Ok(Some((Self { filter, disk, directory, slot }, beside)))
     }

@@ -218,6 +218,7 @@ impl Copier {
     ) -> Result<Self, Problem> {
         let directory = &builder.directory;
         let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
+            .await
             .map_err(internal)?;
         let control = Control::of(directory);
         let given_up = KilledWithWork(&process);

@@ -130,6 +130,7 @@ pub async fn filter(
     }
     let (filter, keys) =
         filter::start(&shared.filter, plan.spec.vm, directory, disks, slot.filter())
+            .await
             .map_err(|error| internal(format!("vmseal-filter cannot be started: {error}")))?;
     let ready = Control::of(directory).ready(&filter, directory).await;
     drop(keys);
@@ -230,6 +231,7 @@ pub fn take_over(directory: &ProcessDir, control: &Control, plan: &Plan) -> Resu
     let opened = open_to_write(directory, plan)?;
     let new = plan.disks.iter().zip(opened).map(|((disk, _), GuestDisk { open, .. })| NewLayers {
         disk: disk.disk,
+        channel: filter::channel_of(&open.file, &open.layers),
         file: open.file,
         layers: open.layers,
         offset: open.offset,

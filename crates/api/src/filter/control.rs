@@ -214,6 +214,9 @@ pub struct FilterStatus {
     /// Whether it makes disks longer while it runs ([`NewStack::size`]). One of an earlier vmseal does not.
     #[serde(default)]
     pub grows: bool,
+    /// Whether it gets to images of pools by channels ([`BackendSpec::File`]). One of an earlier vmseal does not, and refuses them.
+    #[serde(default)]
+    pub channels: bool,
     /// How it is confined; none from a filter of an earlier vmseal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confinement: Option<Confinement>,

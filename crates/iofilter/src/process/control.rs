@@ -193,6 +193,7 @@ impl Control {
             mirrors: true,
             completes: true,
             grows: true,
+            channels: true,
             disks: self.disks.iter().map(|disk| disk.state.status()).collect(),
             confinement: Some(self.confinement),
         }

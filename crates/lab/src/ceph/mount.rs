@@ -14,6 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use vmseal_api::datastore::RbdPool;
+use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted};
 
 use super::error::CephError;
 use super::tools;
@@ -34,6 +35,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 pub struct Mount {
     process: Child,
     directory: PathBuf,
+    channel: PathBuf,
     /// With its log and the record of its process.
     _home: TempDir,
 }
@@ -60,9 +62,9 @@ impl Mount {
             let program = program.display().to_string();
             CephError::Program { program, source }
         })?;
-        let mut mount = Self { process, directory, _home: home };
-        let mounted = mount.until_mounted();
-        mounted.map_err(|what| {
+        let mut mount = Self { process, directory, channel: PathBuf::new(), _home: home };
+        let mounted = mount.until_mounted().and_then(|()| channel(&mount.directory));
+        mount.channel = mounted.map_err(|what| {
             let said = tools::end_of(&log);
             CephError::Mount { pool: pool.pool.clone(), why: format!("{what}: {said}") }
         })?;
@@ -92,6 +94,12 @@ impl Mount {
         &self.directory
     }
 
+    /// The socket by which filters get to its images without its files.
+    #[must_use]
+    pub fn channel(&self) -> &Path {
+        &self.channel
+    }
+
     /// The process that serves it.
     #[must_use]
     pub fn process(&self) -> u32 {
@@ -106,6 +114,17 @@ impl Drop for Mount {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// The socket that a mount says. What is measured is to go by it, so another `vmseal-rbd`, which has none, is refused.
+fn channel(mounted: &Path) -> Result<PathBuf, String> {
+    let mut told = vec![0; MOUNTED_MAX];
+    let length = rustix::fs::getxattr(mounted, MOUNTED_ATTRIBUTE, &mut told[..]);
+    let length = length.map_err(|error| format!("{PROGRAM} does not say who it is: {error}"))?;
+    let mounted: Mounted = serde_json::from_slice(&told[..length])
+        .map_err(|error| format!("{PROGRAM} says something else: {error}"))?;
+    let none = || format!("{PROGRAM} has no socket for filters: it is of an earlier version");
+    mounted.channel.map(PathBuf::from).ok_or_else(none)
 }
 
 /// The arguments of the program, but for where the pool is mounted.

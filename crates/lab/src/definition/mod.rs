@@ -24,7 +24,7 @@ use crate::ceph::setup::Setup;
 use crate::goals::Metric;
 use crate::statistics::VALUES_MAX;
 use crate::storage::Storage;
-use crate::systems::{LIBRBD_SYSTEMS, MORE_SYSTEMS, SYSTEMS, Transport};
+use crate::systems::{FILES_SYSTEMS, LIBRBD_SYSTEMS, MORE_SYSTEMS, SYSTEMS, Transport};
 
 /// The longest file, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
@@ -531,15 +531,20 @@ impl Checked<'_> {
     fn of_librbd(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
         let of_both = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-snapshot"];
         let is_librbd = |id: &str| LIBRBD_SYSTEMS.contains(&id);
+        let is_of_ceph = |id: &str| is_librbd(id) || FILES_SYSTEMS.contains(&id);
         let on_ceph = steps.storage == Storage::Ceph;
         let has_none = |id: &&String| {
-            if on_ceph { !of_both.contains(&id.as_str()) && !is_librbd(id) } else { is_librbd(id) }
+            if on_ceph {
+                !of_both.contains(&id.as_str()) && !is_of_ceph(id)
+            } else {
+                is_of_ceph(id)
+            }
         };
         if let Some(other) = matrix.systems.iter().find(has_none) {
-            let librbd = LIBRBD_SYSTEMS.join(", ");
+            let of_ceph = [&FILES_SYSTEMS[..], &LIBRBD_SYSTEMS].concat().join(", ");
             let allowed = match on_ceph {
-                true => format!("only {}, {librbd} have disks on `ceph`", of_both.join(", ")),
-                false => format!("{librbd} have disks on `ceph` alone"),
+                true => format!("only {}, {of_ceph} have disks on `ceph`", of_both.join(", ")),
+                false => format!("{of_ceph} have disks on `ceph` alone"),
             };
             return self.refuse("matrix.systems", other, allowed);
         }
@@ -704,6 +709,7 @@ pub(super) mod tests {
         for (good, from, to, expected) in [
             (disks, "\"vmseal-plain\"]", "\"storage-daemon-plain\"]", "have disks on `ceph`"),
             (GOOD, "\"vmseal-plain\"]", "\"librbd-luks2\"]", "have disks on `ceph` alone"),
+            (GOOD, "\"vmseal-plain\"]", "\"vmseal-plain-files\"]", "have disks on `ceph` alone"),
             (client, "\"vhost-user-blk\"", "\"NBD\"", "with `vhost-user-blk`"),
             (client, "systems =", "neighbours = [1]\nsystems =", "without `neighbours`"),
             (client, "systems =", "disks = [4]\nsystems =", "have `disks` and `delay_us`"),

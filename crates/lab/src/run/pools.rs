@@ -44,6 +44,8 @@ pub(super) struct Stored {
     /// How a client gets to it.
     pub(super) access: RbdPool,
     pub(super) served: ServedDirectory,
+    /// The socket by which filters get to its images.
+    pub(super) channel: PathBuf,
     /// It is unmounted with this.
     _mount: Mount,
 }
@@ -148,8 +150,9 @@ impl RunArguments {
                 let mount = Mount::new(&program, access)?;
                 let (directory, process) = (mount.directory().to_owned(), mount.process());
                 let served = ServedDirectory { directory, process, daemons: daemons.clone() };
+                let channel = mount.channel().to_owned();
                 let (cluster, redundancy, access) = (*cluster, *redundancy, access.clone());
-                stored.push(Stored { cluster, redundancy, access, served, _mount: mount });
+                stored.push(Stored { cluster, redundancy, access, served, channel, _mount: mount });
             }
         }
         Ok(stored)

@@ -38,6 +38,10 @@ pub struct Vmseal {
     pub disks: usize,
     /// Whether its name says how many.
     pub named_by_disks: bool,
+    /// Whether its disks are files of a mounted pool and nothing else; its name says so.
+    pub by_files: bool,
+    /// The socket of what serves the pool that its disks are in, to get to them without FUSE.
+    pub channel: Option<PathBuf>,
     /// qemu-img, where the disk has a snapshot: what is written goes to an image above the one that it keeps.
     pub snapshot: Option<Program>,
     /// What is done with it while it is measured.
@@ -88,7 +92,9 @@ impl Vmseal {
     fn backend(&self, place: &Place, offset: u64) -> BackendSpec {
         let file = Handle::Path(place.disk());
         if self.snapshot.is_none() {
-            return BackendSpec::File { file, offset, direct: self.direct, keeps_room: false };
+            let (direct, keeps_room) = (self.direct, false);
+            let channel = self.channel.clone().filter(|_| !self.by_files).map(Handle::Path);
+            return BackendSpec::File { file, offset, direct, keeps_room, channel };
         }
         let kept = Handle::Path(kept_path(place));
         let backing = vec![BackingSpec { file: kept, format: ImageFormat::Raw }];
@@ -131,6 +137,8 @@ impl System for Vmseal {
             (true, _) if self.beside.is_some() => "vmseal-encrypted-snapshots",
             (true, _) if self.snapshot.is_some() => "vmseal-encrypted-snapshot",
             (true, true) => "vmseal-encrypted-8-disks",
+            (true, _) if self.by_files => "vmseal-encrypted-files",
+            (false, _) if self.by_files => "vmseal-plain-files",
             (true, _) => "vmseal-encrypted",
             (false, _) => "vmseal-plain",
         }
@@ -205,4 +213,43 @@ fn make_key(path: &Path) -> io::Result<()> {
     let mut key = [0; KEY_LENGTH];
     File::open("/dev/urandom")?.read_exact(&mut key)?;
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(&key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_of_a_pool_have_its_channel_unless_they_are_files_and_nothing_else() {
+        let program = Program { path: "vmseal-filter".into(), advice: "" };
+        let of_pool = Vmseal {
+            filter: program.clone(),
+            encrypted: true,
+            transport: Transport::VhostUser,
+            direct: Direct::Auto,
+            disks: 1,
+            named_by_disks: false,
+            by_files: false,
+            channel: Some("/run/pool.sock".into()),
+            snapshot: None,
+            beside: None,
+            delay_us: 0,
+        };
+        let by_files = Vmseal { by_files: true, ..of_pool.clone() };
+        let elsewhere = Vmseal { channel: None, ..of_pool.clone() };
+        let place = Place { directory: "/x".into(), storage: Some("/pool".into()), size: 1 << 20 };
+        for (system, id, socket) in [
+            (&of_pool, "vmseal-encrypted", Some(Handle::Path("/run/pool.sock".into()))),
+            (&by_files, "vmseal-encrypted-files", None),
+            (&elsewhere, "vmseal-encrypted", None),
+        ] {
+            let BackendSpec::File { channel, file, .. } = system.backend(&place, 0) else {
+                panic!("{id} has no file")
+            };
+            assert_eq!((system.id(), channel), (id, socket));
+            assert_eq!(file, Handle::Path("/pool/disk".into()));
+        }
+        let snapshot = Vmseal { snapshot: Some(program), ..of_pool };
+        assert!(matches!(snapshot.backend(&place, 0), BackendSpec::Qcow2 { .. }));
+    }
 }

@@ -17,7 +17,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
-use crate::filter::{Control, FilterError, NewLayers};
+use crate::filter::{Control, FilterError, NewLayers, channel_of};
 use crate::process::run_dir::ProcessDir;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
@@ -212,7 +212,8 @@ fn lengthen(
     lock_for_successors(files.written()).map_err(internal)?;
     let Files { image: file, layers, own, .. } = files;
     let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
-    let new = NewLayers { disk: disk.disk, file, layers, offset, keeps_room, own };
+    let channel = channel_of(&file, &layers);
+    let new = NewLayers { disk: disk.disk, file, layers, offset, keeps_room, own, channel };
     let mut waiting = control.drain(vec![disk.disk]).map_err(internal)?;
     let begun = std::time::Instant::now();
     waiting.lengthen(new, disk.size).map_err(internal)?;

@@ -21,7 +21,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Owner;
 use super::stacks::{Put, unknown};
-use crate::filter::{Control, NewLayers, Waiting};
+use crate::filter::{Control, NewLayers, Waiting, channel_of};
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
@@ -129,7 +129,8 @@ fn open(
     lock_for_successors(files.written()).map_err(internal)?;
     let Files { image: file, layers, own, .. } = files;
     let (offset, keeps_room) = (opening::data_offset(facts), is_preallocated(disk));
-    Ok(Next { note, new: NewLayers { disk: disk.disk, file, layers, offset, own, keeps_room } })
+    let (disk, channel) = (disk.disk, channel_of(&file, &layers));
+    Ok(Next { note, new: NewLayers { disk, file, layers, offset, own, keeps_room, channel } })
 }
 
 /// Has a disk wait; none where the filter does not do that now.

@@ -217,7 +217,9 @@ impl Owner {
             let new = disks.iter().map(|(disk, offset)| {
                 let file = placeholder::file(disk, *offset)?;
                 let (layers, own, keeps_room) = (Vec::new(), None, false);
-                Ok(NewLayers { disk: disk.disk, file, layers, offset: *offset, keeps_room, own })
+                // Nobody serves it.
+                let (disk, offset, channel) = (disk.disk, *offset, None);
+                Ok(NewLayers { disk, file, layers, offset, keeps_room, own, channel })
             });
             let new = new.collect::<Result<Vec<_>, Problem>>().map_err(NotReplaced::AsBefore)?;
             serve::replace(&control, &new, &copied)

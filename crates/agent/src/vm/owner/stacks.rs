@@ -18,7 +18,7 @@ use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::Problem;
 
 use super::Owner;
-use crate::filter::{Control, FilterError, NewLayers};
+use crate::filter::{Control, FilterError, NewLayers, channel_of};
 use crate::storage::backup::TpmToKeep;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
@@ -138,5 +138,6 @@ fn ready(
     let offset = opening::data_offset(&facts);
     let note = layers::prepare_active(&home, disk.disk, layer, keep)?;
     let keeps_room = is_preallocated(&disk);
-    Ok(Ready { note, new: NewLayers { disk: disk.disk, file, layers, offset, own, keeps_room } })
+    let (disk, channel) = (disk.disk, channel_of(&file, &layers));
+    Ok(Ready { note, new: NewLayers { disk, file, layers, offset, own, keeps_room, channel } })
 }
