@@ -91,6 +91,7 @@ impl CopyPlace {
                 offset,
                 direct: Direct::Auto,
                 keeps_room,
+                channel: None,
             },
             Some((active, below)) => {
                 let active = fd(active.as_fd());
@@ -434,6 +435,7 @@ impl Disk {
                 offset: self.offset,
                 direct: Direct::Auto,
                 keeps_room: false,
+                channel: None,
             };
             FilterSpec::Replicate(Box::new(ReplicateSpec {
                 to: StackSpec { chain: Vec::new(), backend },
@@ -595,7 +597,8 @@ pub(super) fn stored(
 ) -> BackendSpec {
     let (file, below) = match files {
         [file] => {
-            return BackendSpec::File { file: file.clone(), offset, direct, keeps_room };
+            let (file, channel) = (file.clone(), None);
+            return BackendSpec::File { file, offset, direct, keeps_room, channel };
         }
         [active, below @ ..] => (active.clone(), below),
         [] => unreachable!("a disk has an image"),

@@ -104,11 +104,13 @@ impl Stack {
         layers.fold(self.storage.boundary(self.size), |below, layer| layer.presents(below))
     }
 
-    /// Whether filters that were made for this stack give the storage of `other` what it takes.
+    /// Whether filters that were made for this stack give the storage of `other` what it takes, as it likes it.
     #[must_use]
     pub fn filters_suit(&self, other: &Self) -> bool {
         let (own, others) = (self.boundary(self.lowest()), other.boundary(other.lowest()));
-        own.block >= others.block && own.memory >= others.memory
+        // They work without shared memory, too, but at the price of copies.
+        let share = self.storage.shares_memory() || !other.storage.shares_memory();
+        own.block >= others.block && own.memory >= others.memory && share
     }
 
     /// Whether zeroes in storage are zeroes to the guest.
@@ -135,10 +137,11 @@ impl Stack {
         cipher_time: &Arc<CipherTime>,
         storage: Box<dyn Storage>,
     ) -> io::Result<Chain> {
-        let works_at_once = storage.works_at_once();
+        let (works_at_once, shares) = (storage.works_at_once(), storage.shares_memory());
         let filter = |index: usize| -> io::Result<Box<dyn Filter>> {
             let (below, cipher_time) = (self.boundary(index + 1), Arc::clone(cipher_time));
-            let place = Place { below, works_at_once, pool_bytes, cipher_time };
+            let lends = shares && index + 1 == self.layers.len();
+            let place = Place { below, works_at_once, shares, lends, pool_bytes, cipher_time };
             self.layers[index].filter(&place)
         };
         let filters = (from..self.layers.len()).map(filter).collect::<io::Result<_>>()?;

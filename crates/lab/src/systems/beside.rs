@@ -59,6 +59,7 @@ impl Beside {
             offset: DATA_OFFSET,
             direct: Direct::Auto,
             keeps_room: false,
+            channel: None,
         };
         let to = StackSpec { chain: vec![crypt], backend };
         let map = Handle::Path(map_path(place));

@@ -88,7 +88,8 @@ impl Vmseal {
     fn backend(&self, place: &Place, offset: u64) -> BackendSpec {
         let file = Handle::Path(place.disk());
         if self.snapshot.is_none() {
-            return BackendSpec::File { file, offset, direct: self.direct, keeps_room: false };
+            let (direct, keeps_room, channel) = (self.direct, false, None);
+            return BackendSpec::File { file, offset, direct, keeps_room, channel };
         }
         let kept = Handle::Path(kept_path(place));
         let backing = vec![BackingSpec { file: kept, format: ImageFormat::Raw }];
