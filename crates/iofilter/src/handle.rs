@@ -191,7 +191,8 @@ impl Handles {
             }
             Handle::Path(path) => {
                 self.may_open(path)?;
-                let failed = |error: Errno| HandleError::Path { path: path.into(), error: error.into() };
+                let failed =
+                    |error: Errno| HandleError::Path { path: path.into(), error: error.into() };
                 connect_packets(path).map_err(failed)
             }
         }

@@ -207,9 +207,8 @@ impl Segments {
 
     /// The arena that all segments are in, where another process may have it, too.
     pub(crate) fn shared_arena(&self) -> Option<&Arc<Arena>> {
-        let has_all = |arena: &Arc<Arena>| {
-            self.list.iter().all(|segment| arena.place_of(segment).is_some())
-        };
+        let has_all =
+            |arena: &Arc<Arena>| self.list.iter().all(|segment| arena.place_of(segment).is_some());
         self.arenas.iter().find(|arena| arena.shared_memory().is_some() && has_all(arena))
     }
 
