@@ -233,6 +233,62 @@ mod tests {
         }
     }
 
+    /// Notes whether it is to stand above storage that lends.
+    #[derive(Debug, Default)]
+    struct Notes(std::sync::Mutex<Vec<(bool, bool)>>);
+
+    impl Layer for Notes {
+        fn kind(&self) -> &'static str {
+            "notes"
+        }
+
+        fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
+            self.0.lock().unwrap().push((place.shares, place.lends));
+            Ok(Box::new(Passes))
+        }
+
+        fn counters(&self) -> Vec<(&'static str, u64)> {
+            Vec::new()
+        }
+    }
+
+    struct Shares(Box<dyn Storage>);
+
+    impl Storage for Shares {
+        fn prepare(&mut self, capacity: usize) {
+            self.0.prepare(capacity);
+        }
+
+        fn submit(&mut self, id: RequestId, io: &mut crate::stack::chain::Io<'_>) {
+            self.0.submit(id, io);
+        }
+
+        fn poll(&mut self, io: &mut crate::stack::chain::Io<'_>) {
+            self.0.poll(io);
+        }
+
+        fn wait_handle(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+            self.0.wait_handle()
+        }
+
+        fn shares_memory(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn only_the_filter_directly_above_storage_is_lent_what_it_reads() {
+        let notes = Arc::new(Notes::default());
+        let layers: Vec<Arc<dyn Layer>> = vec![Arc::clone(&notes) as _, Arc::clone(&notes) as _];
+        let stack = Stack::new(layers, DiskStorage::Mem(MemDisk::new(SIZE as usize)), SIZE);
+        let storage = || stack.storage().queue().unwrap();
+        stack.chain(0, false, 1 << 20, &Arc::default(), storage()).unwrap();
+        let shares = Box::new(Shares(storage()));
+        stack.chain(0, false, 1 << 20, &Arc::default(), shares).unwrap();
+        let noted = notes.0.lock().unwrap();
+        assert_eq!(*noted, [(false, false), (false, false), (true, false), (true, true)]);
+    }
+
     #[test]
     fn alignment_stands_where_blocks_are_larger_than_a_guests_and_is_kept_when_storage_changes() {
         let mem = || DiskStorage::Mem(MemDisk::new(SIZE as usize));
