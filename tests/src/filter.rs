@@ -215,6 +215,7 @@ fn configuration(
                 offset: disk.offset,
                 direct: Direct::Auto,
                 keeps_room: false,
+                channel: None,
             },
             front_end: Some(FrontEndSpec::VhostUserBlk {
                 socket,

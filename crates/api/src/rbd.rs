@@ -25,6 +25,9 @@ pub struct Mounted {
     /// reads a keyring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
+    /// The socket at which filters connect that are to read and write images without FUSE; none where it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channel: Option<String>,
 }
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a
@@ -54,6 +57,13 @@ pub const NOTE_MAX: usize = 1024;
 
 /// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
 pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
+
+/// An `ioctl(2)` of its files: answers a ticket, [`TICKET_BYTES`] long, with which who has the file open attaches queues to it
+/// ([`Mounted::channel`]). It is good for as long as the file is open. `_IOR('v', 0x53, [u8; 16])` (linux/ioctl.h).
+pub const ASK_TICKET: u32 = 2 << 30 | (TICKET_BYTES as u32) << 16 | (b'v' as u32) << 8 | 0x53;
+
+/// The bytes of a ticket.
+pub const TICKET_BYTES: usize = 16;
 
 /// Reads and writes are answered whole or with an error, never in part. And when the process that serves the file dies, nothing that it
 /// had under way is done any more once a successor serves it: the requests can be made again.

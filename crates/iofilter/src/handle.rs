@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::sys::socket::{SockType, getsockopt, sockopt};
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt,
+};
 use nix::sys::stat::{Mode, umask};
 use vmseal_api::filter::Handle;
 use vmseal_secret::{DEK_LEN, MemoryError, SecretBytes};
@@ -172,6 +174,30 @@ impl Handles {
         }
     }
 
+    /// A unix socket for sequenced packets that somebody has connected; at a path, a server that listens there.
+    ///
+    /// # Errors
+    /// [`HandleError`].
+    pub fn packets(&mut self, handle: &Handle) -> Result<OwnedFd, HandleError> {
+        match handle {
+            Handle::Fd(number) => {
+                let fd = self.inherited(*number)?;
+                let wrong = match getsockopt(&fd, sockopt::SockType) {
+                    Ok(SockType::SeqPacket) => return Ok(fd),
+                    Ok(_) => io::Error::new(io::ErrorKind::InvalidInput, "not a packet socket"),
+                    Err(error) => error.into(),
+                };
+                Err(HandleError::Descriptor { fd: *number, error: wrong })
+            }
+            Handle::Path(path) => {
+                self.may_open(path)?;
+                let failed =
+                    |error: Errno| HandleError::Path { path: path.into(), error: error.into() };
+                connect_packets(path).map_err(failed)
+            }
+        }
+    }
+
     /// A unix socket, connected or listening; one at a path listens, as with [`Handles::listener`].
     ///
     /// # Errors
@@ -290,6 +316,13 @@ fn lock(file: &OwnedFd, path: &Path, write: bool) -> Result<(), HandleError> {
             }
         }
     }
+}
+
+fn connect_packets(path: &Path) -> Result<OwnedFd, Errno> {
+    let (family, kind) = (AddressFamily::Unix, SockType::SeqPacket);
+    let socket = socket(family, kind, SockFlag::SOCK_CLOEXEC, None)?;
+    connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(socket)
 }
 
 fn key_file(path: &Path) -> Result<SecretBytes, HandleError> {

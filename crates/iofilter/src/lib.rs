@@ -6,7 +6,7 @@
 //! | module | subject |
 //! |---|---|
 //! | [`stack`] | how a request passes through a disk, and the memory it uses; start at [`stack::chain`] |
-//! | [`storage`] | where a disk's bytes are stored: file, qcow2, an NBD server, memory |
+//! | [`storage`] | where a disk's bytes are stored: file, a file of a pool of Ceph by shared memory, qcow2, an NBD server, memory |
 //! | [`layers`] | the filters above storage: alignment, encryption, cache, limits, a replica, faults; stacks of them, and legs |
 //! | [`disk`] | a complete disk, and its status |
 //! | [`front_ends`] | the protocols that serve it: vhost-user-blk to QEMU, NBD to tools |

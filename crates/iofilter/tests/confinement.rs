@@ -58,6 +58,14 @@ const SYSTEM_CALLS: &[Probe] = {
     &[
         ("socket", Ended, || call(libc::SYS_socket, [libc::AF_INET.into(), 1, 0, 0, 0])),
         ("unix-socket", Ended, || call(libc::SYS_socket, [libc::AF_UNIX.into(), 1, 0, 0, 0])),
+        ("inet-pair", Ended, || call(libc::SYS_socketpair, [libc::AF_INET.into(), 5, 0, 0, 0])),
+        // Allowed, and there is no place for the two.
+        ("unix-pair", Error(libc::EFAULT), || {
+            call(libc::SYS_socketpair, [libc::AF_UNIX.into(), 5, 0, 0, 0])
+        }),
+        ("ticket", Error(libc::ENOTTY), || {
+            call(libc::SYS_ioctl, [0, vmseal_api::rbd::ASK_TICKET.into(), 0, 0, 0])
+        }),
         ("connect", Ended, || call(libc::SYS_connect, [0; 5])),
         ("bind", Ended, || call(libc::SYS_bind, [0; 5])),
         ("execve", Ended, || call(libc::SYS_execve, [text(c"/bin/true"), 0, 0, 0, 0])),

@@ -238,7 +238,7 @@ fn serve(
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let mounted = Mounted { process: std::process::id(), key: Some(key) };
+    let mounted = Mounted { process: std::process::id(), key: Some(key), channel: None };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);

@@ -420,6 +420,10 @@ pub enum BackendSpec {
         /// Whether the file stays allocated when the guest discards: a preallocated disk.
         #[serde(default)]
         keeps_room: bool,
+        /// For a file of a pool of Ceph: a connected sequenced-packet socket of the `vmseal-rbd` that serves it, by which the disk's
+        /// queues ask for shared memory. Without it, or where `vmseal-rbd` refuses, data goes through the file.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        channel: Option<Handle>,
     },
     /// An image of QEMU's format.
     Qcow2 {

@@ -47,7 +47,8 @@ impl TryFrom<ReplicateDocument> for ReplicateSpec {
             (Some(to), None, None) => to,
             (None, Some(file), offset) => {
                 let (offset, direct) = (offset.unwrap_or(0), Direct::Auto);
-                let backend = BackendSpec::File { file, offset, direct, keeps_room: false };
+                let (keeps_room, channel) = (false, None);
+                let backend = BackendSpec::File { file, offset, direct, keeps_room, channel };
                 StackSpec { chain: Vec::new(), backend }
             }
             (None, None, _) => return Err("a replica has no place: give `to`"),

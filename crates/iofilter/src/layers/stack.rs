@@ -104,11 +104,13 @@ impl Stack {
         layers.fold(self.storage.boundary(self.size), |below, layer| layer.presents(below))
     }
 
-    /// Whether filters that were made for this stack give the storage of `other` what it takes.
+    /// Whether filters that were made for this stack give the storage of `other` what it takes, as it likes it.
     #[must_use]
     pub fn filters_suit(&self, other: &Self) -> bool {
         let (own, others) = (self.boundary(self.lowest()), other.boundary(other.lowest()));
-        own.block >= others.block && own.memory >= others.memory
+        // They work without shared memory, too, but at the price of copies.
+        let share = self.storage.shares_memory() || !other.storage.shares_memory();
+        own.block >= others.block && own.memory >= others.memory && share
     }
 
     /// Whether zeroes in storage are zeroes to the guest.
@@ -135,10 +137,11 @@ impl Stack {
         cipher_time: &Arc<CipherTime>,
         storage: Box<dyn Storage>,
     ) -> io::Result<Chain> {
-        let works_at_once = storage.works_at_once();
+        let (works_at_once, shares) = (storage.works_at_once(), storage.shares_memory());
         let filter = |index: usize| -> io::Result<Box<dyn Filter>> {
             let (below, cipher_time) = (self.boundary(index + 1), Arc::clone(cipher_time));
-            let place = Place { below, works_at_once, pool_bytes, cipher_time };
+            let lends = shares && index + 1 == self.layers.len();
+            let place = Place { below, works_at_once, shares, lends, pool_bytes, cipher_time };
             self.layers[index].filter(&place)
         };
         let filters = (from..self.layers.len()).map(filter).collect::<io::Result<_>>()?;
@@ -228,6 +231,62 @@ mod tests {
                 assert_eq!(crate::stack::blocking::drain(&mut chain).is_ok(), fits, "{from}: {at}");
             }
         }
+    }
+
+    /// Notes whether it is to stand above storage that lends.
+    #[derive(Debug, Default)]
+    struct Notes(std::sync::Mutex<Vec<(bool, bool)>>);
+
+    impl Layer for Notes {
+        fn kind(&self) -> &'static str {
+            "notes"
+        }
+
+        fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
+            self.0.lock().unwrap().push((place.shares, place.lends));
+            Ok(Box::new(Passes))
+        }
+
+        fn counters(&self) -> Vec<(&'static str, u64)> {
+            Vec::new()
+        }
+    }
+
+    struct Shares(Box<dyn Storage>);
+
+    impl Storage for Shares {
+        fn prepare(&mut self, capacity: usize) {
+            self.0.prepare(capacity);
+        }
+
+        fn submit(&mut self, id: RequestId, io: &mut crate::stack::chain::Io<'_>) {
+            self.0.submit(id, io);
+        }
+
+        fn poll(&mut self, io: &mut crate::stack::chain::Io<'_>) {
+            self.0.poll(io);
+        }
+
+        fn wait_handle(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+            self.0.wait_handle()
+        }
+
+        fn shares_memory(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn only_the_filter_directly_above_storage_is_lent_what_it_reads() {
+        let notes = Arc::new(Notes::default());
+        let layers: Vec<Arc<dyn Layer>> = vec![Arc::clone(&notes) as _, Arc::clone(&notes) as _];
+        let stack = Stack::new(layers, DiskStorage::Mem(MemDisk::new(SIZE as usize)), SIZE);
+        let storage = || stack.storage().queue().unwrap();
+        stack.chain(0, false, 1 << 20, &Arc::default(), storage()).unwrap();
+        let shares = Box::new(Shares(storage()));
+        stack.chain(0, false, 1 << 20, &Arc::default(), shares).unwrap();
+        let noted = notes.0.lock().unwrap();
+        assert_eq!(*noted, [(false, false), (false, false), (true, false), (true, true)]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Opens the stacks that a configuration asks for, those of disks and those of legs: the storage, and the layers above it.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use crate::layers::stack::Stack;
 use crate::process::StartError;
 use crate::stack::layer::Layer;
 use crate::storage::DiskStorage;
+use crate::storage::channel::Connection;
 use crate::storage::file::FileDisk;
 use crate::storage::nbd::NbdDisk;
 use crate::storage::qcow2::Qcow2Disk;
@@ -105,6 +107,15 @@ struct StoredDisk {
     files: Vec<Arc<OwnedFd>>,
 }
 
+/// A connection for queues to the file; none, with a warning, where the file's server gives no ticket for it.
+fn connection(disk: DiskId, socket: OwnedFd, file: &OwnedFd) -> Option<Connection> {
+    let opened = Connection::open(socket, file);
+    let refused = |error: &io::Error| {
+        tracing::warn!(%disk, %error, "the server of the disk's file gives no ticket; data goes through the file");
+    };
+    opened.inspect_err(refused).ok()
+}
+
 fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk, StartError> {
     let WantedStack { disk, what, size, read_only, backend, .. } = wanted;
     let named = |part: &str| {
@@ -112,14 +123,20 @@ fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk,
         move |error| StartError::Handle { what, error }
     };
     match backend {
-        BackendSpec::File { file, offset, direct, keeps_room } => {
+        BackendSpec::File { file, offset, direct, keeps_room, channel } => {
             let fd = handles.image(file, !read_only).map_err(named(""))?;
+            let channel = channel.as_ref().map(|channel| handles.packets(channel)).transpose();
+            let channel = channel.map_err(named("the channel to vmseal-rbd of "))?;
+            let channel = channel.and_then(|socket| connection(disk, socket, &fd));
             let sparse = Some(Sparse(fd.try_clone()?.into(), *offset));
             let files = vec![fd.try_clone()?.into()];
             let file = FileDisk::open(fd, *offset, size, *direct, read_only);
-            let file = file.map_err(|error| StartError::Open { disk, what, error })?;
+            let mut file = file.map_err(|error| StartError::Open { disk, what, error })?;
             if *keeps_room {
                 file.keep_room();
+            }
+            if let Some(channel) = channel {
+                file = file.with_channel(channel.into());
             }
             Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
         }

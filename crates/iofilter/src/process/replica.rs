@@ -66,7 +66,8 @@ mod tests {
         map: &std::path::Path,
     ) -> Result<OpenedReplica, StartError> {
         let (file, direct) = (Handle::Path(replica.into()), Direct::Auto);
-        let backend = BackendSpec::File { file, offset: 0, direct, keeps_room: false };
+        let (offset, keeps_room, channel) = (0, false, None);
+        let backend = BackendSpec::File { file, offset, direct, keeps_room, channel };
         let spec = ReplicateSpec {
             to: StackSpec { chain: Vec::new(), backend },
             map: Handle::Path(map.into()),

@@ -54,7 +54,7 @@ use std::time::Instant;
 use nix::poll::PollFlags;
 
 use crate::stack::dirty::Bitmaps;
-use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segments};
+use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
 use crate::stack::pool::{Buffer, Pool};
 use crate::stack::request::{
     IoError, LOGICAL_BLOCK, Operation, Request, RequestId, Requests, Turn,
@@ -129,6 +129,12 @@ pub trait Storage: Send {
     /// Waits until the kernel no longer uses the memory of requests; false if it cannot find out.
     fn finish(&mut self) -> bool {
         true
+    }
+
+    /// Whether another process has its buffers, too: then it moves what is in other memory that may be shared without
+    /// copying it, and leaves what was read in its buffers where that is asked for.
+    fn shares_memory(&self) -> bool {
+        false
     }
 
     /// When [`Storage::poll`] must be called again even if nothing wakes the thread; asked for after each
@@ -265,6 +271,23 @@ impl Io<'_> {
     pub fn lend(&mut self, child: RequestId, pool: &Pool, buffer: &Buffer, length: usize) {
         let segment = pool.segment(buffer).part(0, length);
         self.requests.get_mut(child).data.push_of(pool.arena(), segment);
+    }
+
+    /// Has storage leave what is read in buffers of its own, if it likes: what comes up is then in the request's list
+    /// `lent`, until [`Io::return_lent`]. Only for the layer directly above storage that shares memory: any other one
+    /// would have the layers between find nothing in the request's memory.
+    pub(crate) fn take_lent(&mut self, id: RequestId) {
+        self.requests.get_mut(id).takes_lent = true;
+    }
+
+    /// Adds a part of what was read, in a buffer of the storage, to a request that takes that.
+    pub(crate) fn show_lent(&mut self, id: RequestId, segment: Segment) {
+        self.requests.get_mut(id).lent.push(segment);
+    }
+
+    /// Gives the storage its buffers back.
+    pub(crate) fn return_lent(&mut self, id: RequestId) {
+        self.requests.get_mut(id).lent.clear();
     }
 
     /// Adds `length` bytes of the parent's memory to a child, from the cursor on.

@@ -35,6 +35,13 @@ pub struct Place {
     pub below: Boundary,
     /// Whether the chain's storage completes requests as they are submitted.
     pub works_at_once: bool,
+    /// Whether the chain's storage moves what is in shared memory without copying it ([`Pool::shared`]). Nothing but
+    /// what storage gets may be in such memory.
+    ///
+    /// [`Pool::shared`]: crate::stack::pool::Pool::shared
+    pub shares: bool,
+    /// Whether it leaves what was read in its own buffers: only of the filter directly above it.
+    pub lends: bool,
     /// What the chain's buffers may use in all, in bytes: a quarter for `align`, the rest for `crypt`.
     pub pool_bytes: usize,
     /// What the disk's cipher takes.
@@ -47,7 +54,8 @@ impl Place {
     #[must_use]
     pub fn simple(size: u64) -> Self {
         let below = Boundary { size, block: LOGICAL_BLOCK as u32, memory: 1 };
-        Self { below, works_at_once: true, pool_bytes: 0, cipher_time: Arc::default() }
+        let (works_at_once, shares, lends, pool_bytes) = (true, false, false, 0);
+        Self { below, works_at_once, shares, lends, pool_bytes, cipher_time: Arc::default() }
     }
 }
 

@@ -9,6 +9,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use nix::sys::mman::munmap;
+use vmseal_channel::SharedMemory;
 
 /// The most segments of one request: what `preadv2` takes (`IOV_MAX`).
 pub const SEGMENTS_MAX: usize = 1024;
@@ -117,6 +118,8 @@ impl Segment {
 pub(crate) struct Arena {
     base: NonNull<libc::c_void>,
     length: NonZeroUsize,
+    /// What it is, where another process may have it, too.
+    shared: Option<SharedMemory>,
 }
 
 // SAFETY: an arena is an address range that it alone unmaps; what is in it is reached by segments only.
@@ -130,7 +133,24 @@ impl Arena {
     /// # Safety
     /// It is mapped, readable and writable, and nobody else unmaps it.
     pub(crate) unsafe fn new(base: NonNull<libc::c_void>, length: NonZeroUsize) -> Self {
-        Self { base, length }
+        Self { base, length, shared: None }
+    }
+
+    /// Memory that another process may have, too. What that must not know is never in it.
+    pub(crate) fn shared(memory: SharedMemory) -> Self {
+        let length = NonZeroUsize::MIN.saturating_add(memory.len().saturating_sub(1));
+        Self { base: memory.base().cast(), length, shared: Some(memory) }
+    }
+
+    /// What another process gets of it; none of memory of this process alone.
+    pub(crate) fn shared_memory(&self) -> Option<&SharedMemory> {
+        self.shared.as_ref()
+    }
+
+    /// Where a segment begins in it; none if the segment is not within.
+    pub(crate) fn place_of(&self, segment: &Segment) -> Option<usize> {
+        let at = (segment.base() as usize).checked_sub(self.base() as usize)?;
+        (at.checked_add(segment.len())? <= self.len()).then_some(at)
     }
 
     pub fn base(&self) -> *mut u8 {
@@ -144,6 +164,10 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        if self.shared.is_some() {
+            // It unmaps itself.
+            return;
+        }
         // SAFETY: the arena's own mapping, which no list has in its requests any more.
         let unmapped = unsafe { munmap(self.base, self.length.get()) };
         debug_assert!(unmapped.is_ok());
@@ -179,6 +203,13 @@ impl Segments {
             self.arenas.push(Arc::clone(arena));
         }
         self.push(segment);
+    }
+
+    /// The arena that all segments are in, where another process may have it, too.
+    pub(crate) fn shared_arena(&self) -> Option<&Arc<Arena>> {
+        let has_all =
+            |arena: &Arc<Arena>| self.list.iter().all(|segment| arena.place_of(segment).is_some());
+        self.arenas.iter().find(|arena| arena.shared_memory().is_some() && has_all(arena))
     }
 
     /// Adds a segment at the end; empty ones are left out.
@@ -320,6 +351,27 @@ mod tests {
         Cursor::default().scatter(&range, &[1, 2, 3]);
         drop((segments, range));
         assert_eq!(parts, vec![vec![0, 0, 0, 1], vec![2, 3, 0, 0]]);
+    }
+
+    #[test]
+    fn a_list_says_what_shared_memory_all_of_it_is_in() {
+        let [one, other] = [2, 1]
+            .map(|pages| Arc::new(Arena::shared(SharedMemory::create(pages * 4096).unwrap())));
+        // SAFETY: within the arenas, which outlive the segments.
+        let at = |arena: &Arena, place: usize, length| unsafe {
+            Segment::new(arena.base().add(place), length)
+        };
+        let mut list = Segments::default();
+        list.push_of(&one, at(&one, 512, 4096));
+        list.push_of(&one, at(&one, 0, 512));
+        assert!(list.shared_arena().is_some_and(|arena| Arc::ptr_eq(arena, &one)));
+        assert_eq!(one.place_of(&list.as_slice()[0]), Some(512));
+        assert_eq!(other.place_of(&list.as_slice()[0]), None);
+        list.push_of(&other, at(&other, 0, 4096));
+        assert!(list.shared_arena().is_none(), "a part is elsewhere");
+        list.clear();
+        list.push(at(&other, 4000, 96));
+        assert!(list.shared_arena().is_some_and(|arena| Arc::ptr_eq(arena, &other)));
     }
 
     #[test]

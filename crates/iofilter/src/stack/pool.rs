@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+use vmseal_channel::SharedMemory;
 
 use crate::stack::memory::{Arena, Segment};
 
@@ -40,6 +41,11 @@ impl Buffer {
         self.blocks * BLOCK
     }
 
+    /// Where it begins in its arena, in bytes.
+    pub(crate) fn place(&self) -> usize {
+        self.first * BLOCK
+    }
+
     /// Whether it is empty: never.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -64,15 +70,28 @@ impl Pool {
         let length = NonZeroUsize::MIN.saturating_add(blocks * BLOCK - 1);
         let small = length.get() < HUGE_PAGE || page_size() != Some(BLOCK as i64);
         let base = if small { map(length)? } else { map_huge(length)? };
+        // SAFETY: just mapped, and known to nobody else.
+        Ok(Self::over(unsafe { Arena::new(base, length) }))
+    }
+
+    /// The same in memory that another process gets, too. What that must not know is never in a buffer.
+    ///
+    /// # Errors
+    /// Those of making and mapping a memfd.
+    pub fn shared(bytes: usize) -> io::Result<Self> {
+        let blocks = bytes.div_ceil(BLOCK).max(1);
+        Ok(Self::over(Arena::shared(SharedMemory::create(blocks * BLOCK)?)))
+    }
+
+    fn over(arena: Arena) -> Self {
+        let blocks = arena.len() / BLOCK;
         let mut free = vec![u64::MAX; blocks.div_ceil(WORD)];
         let rest = blocks % WORD;
         if rest != 0 {
             let last = free.len() - 1;
             free[last] = (1 << rest) - 1;
         }
-        // SAFETY: just mapped, and known to nobody else.
-        let arena = Arc::new(unsafe { Arena::new(base, length) });
-        Ok(Self { arena, free })
+        Self { arena: Arc::new(arena), free }
     }
 
     /// How many blocks the arena has.
@@ -244,6 +263,24 @@ mod tests {
         assert!(arena.upgrade().is_some());
         drop(list);
         assert!(arena.upgrade().is_none(), "it is never unmapped");
+    }
+
+    #[test]
+    fn buffers_in_shared_memory_are_where_another_process_finds_them() {
+        let mut pool = Pool::shared(3 * BLOCK).unwrap();
+        assert_eq!(pool.blocks(), 3);
+        let first = pool.take(BLOCK).unwrap();
+        let second = pool.take(BLOCK).unwrap();
+        pool.segment(&second).copy_from(&[7; BLOCK]);
+        let memory = pool.arena().shared_memory().unwrap();
+        let file = std::fs::File::from(memory.fd().try_clone_to_owned().unwrap());
+        let mut read = [0; BLOCK];
+        let place = second.place() as u64;
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut read, place).unwrap();
+        assert_eq!(read, [7; BLOCK]);
+        assert_eq!(pool.arena().place_of(&pool.segment(&second)), Some(second.place()));
+        pool.give(first);
+        pool.give(second);
     }
 
     #[test]

@@ -133,6 +133,10 @@ pub struct Request {
     pub length: u64,
     /// The memory that is read into or written from, of `length` bytes; empty for other operations.
     pub(crate) data: Segments,
+    /// Of a read: whether storage may leave what is read in buffers of its own.
+    pub(crate) takes_lent: bool,
+    /// Where it has left it, on the way up; empty if it is in the request's memory.
+    pub(crate) lent: Segments,
     /// Its result; valid on its way up.
     pub result: Result<(), IoError>,
     /// The front end's own number for it.
@@ -199,6 +203,8 @@ impl Requests {
             offset: 0,
             length: 0,
             data: Segments::default(),
+            takes_lent: false,
+            lent: Segments::default(),
             result: Ok(()),
             tag: 0,
             parent: None,
@@ -233,6 +239,9 @@ impl Requests {
         slot.turn = Turn::Free;
         // A caller that still has the id must not find another request's memory.
         slot.data.clear();
+        if std::mem::take(&mut slot.takes_lent) {
+            slot.lent.clear();
+        }
         self.free.push(id);
     }
 

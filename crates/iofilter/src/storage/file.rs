@@ -5,6 +5,8 @@
 //! kernel worker, so [`super::sync`] is used; else [`super::uring`], unless the kernel refuses to make a
 //! ring.
 //!
+//! A file that `vmseal-rbd` serves may come with a connection to it: then the third engine is used, [`super::channel`].
+//!
 //! How a file that is truncated while in use is handled: [`super::target`].
 //!
 //! O_DIRECT is set on the open file description that was passed in, so its other holders get it too.
@@ -23,6 +25,7 @@ use vmseal_api::filter::Direct;
 
 use crate::stack::chain::Storage;
 use crate::stack::request::IoError;
+use crate::storage::channel::{self, Connection};
 use crate::storage::extent::{Extent, raw_extent};
 use crate::storage::served;
 use crate::storage::sync::SyncFile;
@@ -82,6 +85,8 @@ pub struct FileDisk {
     memory: u32,
     /// A file that the rings of its queues have open for its lock.
     held: Option<Arc<FileTarget>>,
+    /// To the process that serves the file, for queues in shared memory.
+    channel: Option<Arc<Connection>>,
 }
 
 impl FileDisk {
@@ -111,7 +116,8 @@ impl FileDisk {
         }
         let fuse = kind == nix::sys::statfs::FUSE_SUPER_MAGIC && !served::is_served(&fd);
         let target = FileTarget { offset, end, direct, fuse, ..FileTarget::whole(fd) };
-        Ok(Self { target: Arc::new(target), in_memory, block, memory, held: None })
+        let target = Arc::new(target);
+        Ok(Self { target, in_memory, block, memory, held: None, channel: None })
     }
 
     /// A disk of zeroes in memory, which is allocated as it is written and lost with the process.
@@ -129,6 +135,19 @@ impl FileDisk {
     /// See [`DiskStorage::holding`](super::DiskStorage::holding).
     pub(super) fn holding(self, lock: OwnedFd) -> Self {
         Self { held: Some(Arc::new(FileTarget::whole(lock))), ..self }
+    }
+
+    /// The same, whose queues are in memory that this process and the server of the file share. Not where a file is
+    /// [held](super::DiskStorage::holding): only rings do that.
+    #[must_use]
+    pub fn with_channel(self, channel: Arc<Connection>) -> Self {
+        Self { channel: Some(channel), ..self }
+    }
+
+    /// Whether its queues are in shared memory, unless the server refuses.
+    #[must_use]
+    pub fn has_channel(&self) -> bool {
+        self.channel.is_some() && self.held.is_none()
     }
 
     /// Never gives space back, as on a file system that cannot: a discard does nothing, and write-zeroes
@@ -188,7 +207,7 @@ impl FileDisk {
     /// Whether its pages are in memory, so that requests complete as they are submitted.
     #[must_use]
     pub fn works_at_once(&self) -> bool {
-        self.in_memory
+        self.in_memory && !self.has_channel()
     }
 
     /// The alignment of addresses and lengths of memory.
@@ -200,6 +219,14 @@ impl FileDisk {
     /// A backend for one queue.
     #[must_use]
     pub fn queue(&self) -> Box<dyn Storage> {
+        if let Some(channel) = self.channel.as_ref().filter(|_| self.held.is_none()) {
+            match channel::Queue::attach(channel, Arc::clone(&self.target)) {
+                Ok(backend) => return Box::new(backend),
+                Err(error) => {
+                    tracing::warn!(%error, "vmseal-rbd gives no queue in shared memory; the disk's data goes through its file");
+                }
+            }
+        }
         if !self.in_memory {
             match UringFile::of_files(Arc::clone(&self.target), self.held.as_slice()) {
                 Ok(backend) => return Box::new(backend),
@@ -361,7 +388,8 @@ mod tests {
         let held = named.reopen().unwrap();
         assert!(lock(&held));
         let target = Arc::new(FileTarget::whole(tempfile::tempfile().unwrap().into()));
-        let disk = FileDisk { target, in_memory: false, block: 512, memory: 1, held: None };
+        let (in_memory, channel) = (false, None);
+        let disk = FileDisk { target, in_memory, block: 512, memory: 1, held: None, channel };
         let queue = disk.holding(held.into()).queue();
         assert!(!lock(&named.reopen().unwrap()), "only the process has held it");
         drop(queue);
@@ -378,7 +406,8 @@ mod tests {
         let flushed = |fd: OwnedFd, in_memory| {
             let target = FileTarget { direct: true, ..FileTarget::whole(fd) };
             let target = Arc::new(target);
-            let disk = FileDisk { target, in_memory, block: 512, memory: 1, held: None };
+            let (held, channel) = (None, None);
+            let disk = FileDisk { target, in_memory, block: 512, memory: 1, held, channel };
             let mut chain = Chain::new(4096, false, Vec::new(), disk.queue()).unwrap();
             assert_eq!(chain.works_at_once(), in_memory, "the other engine is tested");
             blocking::flush(&mut chain)

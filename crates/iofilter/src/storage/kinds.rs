@@ -45,6 +45,12 @@ impl DiskStorage {
         }
     }
 
+    /// Whether another process has the buffers of its queues, too ([`Storage::shares_memory`]); a queue may be without.
+    #[must_use]
+    pub fn shares_memory(&self) -> bool {
+        self.file().is_some_and(FileDisk::has_channel)
+    }
+
     /// What it presents, as a place of `size` bytes.
     #[must_use]
     pub fn boundary(&self, size: u64) -> Boundary {

@@ -1,5 +1,6 @@
 //! Where a disk's bytes are stored.
 
+pub mod channel;
 pub mod extent;
 pub mod file;
 pub mod kinds;

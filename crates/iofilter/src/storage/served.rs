@@ -5,9 +5,11 @@
 //! pool mounted again and starts another filter, which does the requests on record again
 //! ([`crate::front_ends::vhost_user::inflight`]).
 
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use vmseal_api::rbd::{ASK_WHOLE, WHOLE};
+use vmseal_api::rbd::{ASK_TICKET, ASK_WHOLE, WHOLE};
+use vmseal_channel::TICKET_BYTES;
 
 /// The exit code then: `EX_TEMPFAIL` (sysexits.h).
 const GONE: i32 = 75;
@@ -28,12 +30,25 @@ fn says_gone(errno: i32) -> bool {
 /// Ends the process if the server of the file is gone.
 pub(super) fn check(served: bool, errno: i32) {
     if served && says_gone(errno) {
-        tracing::error!(
-            "vmseal-rbd, which serves the disk's file, is gone; this filter ends, and another one goes on"
-        );
-        // SAFETY: ends the process; nothing of it is used any more. Nothing may be answered or flushed before.
-        unsafe { libc::_exit(GONE) }
+        end();
     }
+}
+
+/// Ends the process: the server of the file is gone.
+pub(super) fn end() -> ! {
+    tracing::error!(
+        "vmseal-rbd, which serves the disk's file, is gone; this filter ends, and another one goes on"
+    );
+    // SAFETY: ends the process; nothing of it is used any more. Nothing may be answered or flushed before.
+    unsafe { libc::_exit(GONE) }
+}
+
+/// Asks the server of a file for a ticket: whoever has it reads the file by a channel, and writes it if this open file may.
+pub(super) fn ticket(fd: &impl AsRawFd) -> io::Result<[u8; TICKET_BYTES]> {
+    let mut ticket = [0; TICKET_BYTES];
+    // SAFETY: the kernel writes as many bytes as the request says, and others do not know the request.
+    let asked = unsafe { libc::ioctl(fd.as_raw_fd(), ASK_TICKET.into(), &raw mut ticket) };
+    if asked == 0 { Ok(ticket) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -43,6 +58,7 @@ mod tests {
     #[test]
     fn other_files_are_not_served_and_their_errors_end_nothing() {
         assert!(!is_served(&OwnedFd::from(tempfile::tempfile().unwrap())));
+        assert!(ticket(&tempfile::tempfile().unwrap()).is_err());
         check(false, libc::ENOTCONN);
         check(true, libc::EIO);
         assert!(says_gone(libc::ENOTCONN) && says_gone(libc::ECONNABORTED));

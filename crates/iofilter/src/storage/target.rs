@@ -127,6 +127,32 @@ impl FileTarget {
         Err(IoError::Truncated)
     }
 
+    /// Whether a file that was found too short refuses a request: a change, and a read of what may have been changed.
+    fn refuses(&self, changes: bool) -> bool {
+        self.cut.load(Ordering::Relaxed) && (changes || self.changed.load(Ordering::Relaxed))
+    }
+
+    /// Whether a request may go to the file, where its server refuses what is beyond the end: the length need not be
+    /// looked at before.
+    pub(super) fn allows(&self, request: &Request) -> Result<(), IoError> {
+        let changes = request.operation.changes();
+        if self.refuses(changes) {
+            return Err(IoError::Truncated);
+        }
+        if changes && !self.changed.load(Ordering::Relaxed) {
+            self.changed.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// The file's server has refused a request as beyond the end.
+    pub(super) fn is_short(&self) -> IoError {
+        if !self.cut.swap(true, Ordering::Relaxed) {
+            tracing::error!(needs = self.end, "the image was truncated while it is in use");
+        }
+        IoError::Truncated
+    }
+
     /// Whether a change would make a truncated file as long as the disk needs.
     fn reaches_end(&self, request: &Request) -> bool {
         let behind = self.offset + request.offset + request.length;
@@ -146,8 +172,7 @@ impl LengthCheck {
     /// Whether the request may go to the file.
     pub(super) fn allows(&mut self, target: &FileTarget, request: &Request) -> Result<(), IoError> {
         let changes = request.operation.changes();
-        if target.cut.load(Ordering::Relaxed) && (changes || target.changed.load(Ordering::Relaxed))
-        {
+        if target.refuses(changes) {
             return Err(IoError::Truncated);
         }
         if target.end.is_none() || !changes {

@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used)] // a test
 
 mod cache;
+mod channel;
+mod channel_server;
 mod history;
 mod in_place;
 mod layers;

@@ -1,7 +1,7 @@
 //! The filter that encrypts: AES-256-XTS, in whole 4096-byte sectors; [`crate::layers::align`] handles smaller parts.
 //!
 //! ```text
-//!  read         passed; decrypted in place, in the guest's memory, on its way up
+//!  read         passed; decrypted on its way up: in place, in the guest's memory, or from where storage has left it
 //!  write        sealed chunk by chunk into bounce buffers; each chunk is a child
 //!  write-zeroes passed as a hole if it may be one and holes read as zeroes, else sealed as a write
 //!  discard      passed if holes read as zeroes, else completed without doing anything
@@ -10,6 +10,9 @@
 //!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty) | Draining (all sealed, or failed)
 //!            Waiting --a buffer came back--> Ready       Draining --last child up--> complete
 //! ```
+//! Where storage shares memory with another process, the bounce buffers are in such memory. What is in them is ciphertext, also
+//! while it is made: nothing is encrypted in place. What that process changes meanwhile is its own ciphertext; it learns nothing by it.
+//!
 //! Guest memory is never changed by a write. A request that waits for a buffer holds none that does not
 //! come back by itself.
 
@@ -57,10 +60,14 @@ impl Layer for Encryption {
     }
 
     fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
-        let chunk = if place.works_at_once { Chunk::Small } else { Chunk::Large };
+        let chunk = match (place.shares, place.works_at_once) {
+            (true, _) => Chunk::Shared,
+            (false, true) => Chunk::Small,
+            (false, false) => Chunk::Large,
+        };
         let (bytes, time) = (place.pool_bytes / 4 * 3, Arc::clone(&place.cipher_time));
         let filter = Crypt::new(&self.key, self.holes, chunk, bytes, time);
-        Ok(Box::new(filter.map_err(io::Error::other)?))
+        Ok(Box::new(filter.map_err(io::Error::other)?.taking_lent(place.lends)))
     }
 
     /// They are the cipher's figures, which are shown by themselves.
@@ -75,6 +82,9 @@ const CHUNKS_MAX: u32 = 8;
 /// The most buffers of one chunk.
 const BUFFERS_MAX: usize = 8;
 
+/// The same where buffers are shared: 1 MiB, a quarter of a usual object of Ceph.
+const SHARED_BUFFERS_MAX: usize = 16;
+
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
@@ -83,15 +93,31 @@ pub enum Chunk {
     /// [`BUFFERS_MAX`] buffers: a device is as fast with encryption as without only if its requests are as
     /// large.
     Large,
+    /// [`SHARED_BUFFERS_MAX`] buffers that another process has, too, or a quarter of all buffers.
+    Shared,
 }
 
 impl Chunk {
-    fn bytes(self) -> u64 {
-        let buffers = match self {
-            Self::Small => 1,
-            Self::Large => BUFFERS_MAX,
+    /// How many bytes, where all buffers have this many.
+    fn bytes(self, pool_bytes: usize) -> u64 {
+        let of_buffers = |buffers: usize| buffers * BLOCKS_MAX * BLOCK;
+        let bytes = match self {
+            Self::Small => of_buffers(1),
+            Self::Large => of_buffers(BUFFERS_MAX),
+            Self::Shared => {
+                let quarter = pool_bytes / 4 / BLOCK * BLOCK;
+                of_buffers(SHARED_BUFFERS_MAX).min(quarter.max(of_buffers(1)))
+            }
         };
-        (buffers * BLOCKS_MAX * BLOCK) as u64
+        bytes as u64
+    }
+
+    /// The most buffers: more than the bytes need where only short ones are free.
+    fn buffers_max(self) -> usize {
+        match self {
+            Self::Small | Self::Large => BUFFERS_MAX,
+            Self::Shared => SHARED_BUFFERS_MAX,
+        }
     }
 }
 
@@ -121,6 +147,8 @@ struct Sealing {
 pub struct Crypt {
     holes: Holes,
     chunk: Chunk,
+    /// Whether storage may leave what is read in its own buffers.
+    takes_lent: bool,
     encrypt: Xts,
     decrypt: Xts,
     pool: Pool,
@@ -153,9 +181,13 @@ impl Crypt {
         Ok(Self {
             holes,
             chunk,
+            takes_lent: false,
             encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
             decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
-            pool: Pool::new(pool_bytes)?,
+            pool: match chunk {
+                Chunk::Small | Chunk::Large => Pool::new(pool_bytes)?,
+                Chunk::Shared => Pool::shared(pool_bytes)?,
+            },
             sampler: Sampler::new(times),
             sealing: Vec::new(),
             buffers: Vec::new(),
@@ -163,6 +195,13 @@ impl Crypt {
             waiting: BufferQueue::default(),
             scratch: Box::new([0; SECTOR]),
         })
+    }
+
+    /// The same, which decrypts what is read from the buffers of storage, if it leaves it there. The filter must stand
+    /// directly above storage then.
+    #[must_use]
+    pub fn taking_lent(self, takes_lent: bool) -> Self {
+        Self { takes_lent, ..self }
     }
 
     /// Seals as much of a write as the buffers allow.
@@ -193,9 +232,9 @@ impl Crypt {
     /// Takes buffers for the next chunk of a write of which `left` bytes are not sealed yet. Returns the length that
     /// they hold, 0 if there is no buffer.
     fn take_buffers(&mut self, left: u64) -> u64 {
-        let wanted = left.min(self.chunk.bytes());
+        let wanted = left.min(self.chunk.bytes(self.pool.blocks() * BLOCK));
         let mut held = 0;
-        while held < wanted && self.taken.len() < BUFFERS_MAX {
+        while held < wanted && self.taken.len() < self.chunk.buffers_max() {
             let missing = usize::try_from(wanted - held).unwrap_or(usize::MAX);
             let Some(buffer) = self.pool.take(missing) else { break };
             held += buffer.len() as u64;
@@ -285,6 +324,52 @@ impl Crypt {
         Ok(())
     }
 
+    /// Decrypts the data of a read from where storage has left it into the request's memory.
+    fn open_lent(&mut self, id: RequestId, io: &Io<'_>) -> Result<(), IoError> {
+        let request = io.request(id);
+        let (lent, data) = (&request.lent, &request.data);
+        let (mut from, mut to, mut at) = (Cursor::default(), Cursor::default(), request.offset);
+        let end = request.offset + request.length;
+        while at < end {
+            let left = (end - at) as usize;
+            let (source, target) = (from.peek(lent, left), to.peek(data, left));
+            // Storage lends whole sectors of all of it.
+            let source = source.filter(|source| source.len() >= SECTOR).ok_or(IoError::Cipher)?;
+            let whole = source.len().min(target.map_or(0, |target| target.len())) / SECTOR;
+            let taken = whole.max(1) * SECTOR;
+            let sealed = source.part(0, taken);
+            if let Some(target) = target.filter(|_| whole > 0) {
+                self.open_into(at, sealed, target)?;
+                to.skip(data, taken);
+            } else {
+                // SAFETY: `scratch` is alive, and only used through this segment until `scatter`.
+                let sector = unsafe { Segment::new(self.scratch.as_mut_ptr(), SECTOR) };
+                self.open_into(at, sealed, sector)?;
+                to.scatter(data, &self.scratch[..]);
+                self.scratch.fill(0);
+            }
+            from.skip(lent, taken);
+            at += taken as u64;
+        }
+        Ok(())
+    }
+
+    /// Decrypts the sectors of `from` into `to`, other memory. Whoever changes `from` meanwhile gets what it makes of it
+    /// decrypted, or zeroes, as if that had been stored.
+    fn open_into(&mut self, offset: u64, from: Segment, to: Segment) -> Result<(), IoError> {
+        for at in (0..from.len()).step_by(SECTOR) {
+            let (sealed, sector) = (from.part(at, SECTOR), to.part(at, SECTOR));
+            if self.holes == Holes::Zero && sealed.is_zero() {
+                sector.clear();
+                continue;
+            }
+            // SAFETY: both are `SECTOR` bytes: of the storage's buffers, which it has lent, and of the request's memory.
+            unsafe { self.decrypt.sectors(offset + at as u64, sealed.base(), sector.base(), 1) }
+                .map_err(|_| IoError::Cipher)?;
+        }
+        Ok(())
+    }
+
     fn open_run(&mut self, offset: u64, run: Segment) -> Result<(), IoError> {
         for at in (0..run.len()).step_by(SECTOR) {
             let sector = run.part(at, SECTOR);
@@ -347,11 +432,17 @@ fn seal(
     Ok(())
 }
 
-/// Encrypts zeroes into `target`.
+/// A sector of zeroes.
+static ZEROES: [u8; SECTOR] = [0; SECTOR];
+
+/// Encrypts zeroes into `target`. Not in place: whoever has the buffer, too, would have what it likes encrypted.
 fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsError> {
-    target.clear();
-    // SAFETY: the target is that many sectors of a bounce buffer, encrypted in place.
-    unsafe { cipher.sectors(at, target.base(), target.base(), target.len() / SECTOR) }
+    for done in (0..target.len()).step_by(SECTOR) {
+        let sector = target.part(done, SECTOR);
+        // SAFETY: a static that is read, and a sector of a bounce buffer.
+        unsafe { cipher.sectors(at + done as u64, ZEROES.as_ptr(), sector.base(), 1) }?;
+    }
+    Ok(())
 }
 
 impl Filter for Crypt {
@@ -372,6 +463,9 @@ impl Filter for Crypt {
         match (request.operation, self.holes) {
             (Operation::Read | Operation::Flush, _)
             | (Operation::Discard | Operation::WriteZeroes { unmap: true }, Holes::Zero) => {
+                if self.takes_lent && request.operation == Operation::Read {
+                    io.take_lent(id);
+                }
                 io.pass(id);
             }
             (Operation::Discard, Holes::Ciphertext) => io.complete(id, Ok(())),
@@ -390,8 +484,12 @@ impl Filter for Crypt {
         let (operation, mut result) = (request.operation, request.result);
         if operation == Operation::Read && result.is_ok() {
             let timed = self.sampler.begin();
-            result = self.open(id, io);
+            let is_lent = self.takes_lent && request.lent.bytes() > 0;
+            result = if is_lent { self.open_lent(id, io) } else { self.open(id, io) };
             self.sampler.end(timed, CipherWork::Decrypt);
+        }
+        if self.takes_lent {
+            io.return_lent(id);
         }
         io.complete(id, result);
     }

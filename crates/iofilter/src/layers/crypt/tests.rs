@@ -125,3 +125,71 @@ fn a_device_is_given_a_large_write_whole_and_what_works_at_once_in_parts_that_st
         assert_eq!(*lengths.lock().unwrap(), wanted, "{chunk:?}");
     }
 }
+
+/// Storage that leaves what is read in memory of its own, where it is asked to.
+struct Lends(Vec<u8>);
+
+impl Storage for Lends {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        let request = io.request(id);
+        assert!(request.takes_lent, "it is not asked to lend");
+        let (start, length) = (request.offset as usize, request.length as usize);
+        // In parts that are not the guest's.
+        for part in self.0[start..start + length].chunks_mut(3 * SECTOR) {
+            // SAFETY: the bytes stay where they are as long as the chain has its storage.
+            io.show_lent(id, unsafe { Segment::new(part.as_mut_ptr(), part.len()) });
+        }
+        io.complete(id, Ok(()));
+    }
+
+    fn poll(&mut self, _io: &mut Io<'_>) {}
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[test]
+fn what_storage_has_left_in_its_buffers_is_decrypted_from_there() {
+    let key = vector_key();
+    let plain: Vec<u8> = (0..16 * SECTOR).map(|at| ((at * 7) >> 3) as u8 | 1).collect();
+    let mut sealed = plain.clone();
+    encrypt(&key, 0, &mut sealed);
+    // A hole.
+    sealed[5 * SECTOR..6 * SECTOR].fill(0);
+    let mut expected = plain;
+    expected[5 * SECTOR..6 * SECTOR].fill(0);
+    let key = SecretBytes::from_wiped(&mut key.clone()).unwrap();
+    let crypt = Crypt::new(&key, Holes::Zero, Chunk::Shared, 1 << 20, Arc::default()).unwrap();
+    let filters: Vec<Box<dyn Filter>> = vec![Box::new(crypt.taking_lent(true))];
+    let kept = sealed.clone();
+    let storage = Box::new(Lends(sealed));
+    let mut chain = Chain::new(kept.len() as u64, false, filters, storage).unwrap();
+    for (begin, end) in [(0, 16), (3, 8), (5, 6)] {
+        for pieces in [1000, 2 * SECTOR, 16 * SECTOR] {
+            let (begin, end) = (begin * SECTOR, end * SECTOR);
+            let mut data = vec![0xee; end - begin];
+            let id = chain.begin().unwrap();
+            for piece in data.chunks_mut(pieces) {
+                // SAFETY: the data outlives the request, which is done when `poll` returns.
+                let segment = unsafe { Segment::new(piece.as_mut_ptr(), piece.len()) };
+                chain.data_mut(id).push(segment);
+            }
+            chain.submit(id, Operation::Read, begin as u64, 0, 0);
+            chain.poll();
+            assert_eq!(chain.next_done().unwrap().result, Ok(()));
+            assert!(data == expected[begin..end], "{begin} to {end}, pieces of {pieces}");
+        }
+    }
+}
+
+#[test]
+fn chunks_in_shared_memory_are_longer_and_no_more_than_a_quarter_of_it() {
+    let mib = 1 << 20;
+    assert_eq!(Chunk::Shared.bytes(4 * mib), 1 << 20);
+    assert_eq!(Chunk::Shared.bytes(2 * mib), 512 << 10);
+    assert_eq!(Chunk::Shared.bytes(0), (BLOCKS_MAX * BLOCK) as u64);
+    assert_eq!(Chunk::Large.bytes(0), 512 << 10);
+}

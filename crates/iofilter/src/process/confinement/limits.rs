@@ -34,7 +34,8 @@ const COPY_CHAINS_BYTES: u64 = (COPY_POOL_BYTES + REMOTE_POOL_BYTES) as u64;
 const THREADS_MAX: u64 = 512;
 
 /// The most private writable memory, in bytes, mapped or used: stacks, tables, buffers. Guest memory is
-/// shared and not included. Less than half of it is ever used, except for caches, which fill their part.
+/// shared and not included, and so are buffers that `vmseal-rbd` has, too. Less than half of it is ever used, except
+/// for caches, which fill their part.
 pub(super) fn memory(config: &FilterConfig) -> u64 {
     let queues: usize = config.disks.iter().map(config::pools).sum();
     let readers =

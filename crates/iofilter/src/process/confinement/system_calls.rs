@@ -19,7 +19,7 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
 };
-use vmseal_api::rbd::ASK_WHOLE;
+use vmseal_api::rbd::{ASK_TICKET, ASK_WHOLE};
 
 use crate::storage::rings::FILES_UPDATE;
 
@@ -214,10 +214,12 @@ fn allowed() -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_clone, vec![only(0, MaskedEq(thread), THREAD as u64)?]);
     let fcntl = FCNTL.iter().map(|command| only(1, Eq, *command as u64));
     rules.insert(libc::SYS_fcntl, fcntl.collect::<Result<_, _>>()?);
-    // The last one asks a file that comes later whether `vmseal-rbd` serves it.
-    let ioctl = [libc::FIONBIO, libc::TCGETS, ASK_WHOLE.into()];
+    // The last two ask a file that comes later whether `vmseal-rbd` serves it, and for a ticket of its channel.
+    let ioctl = [libc::FIONBIO, libc::TCGETS, ASK_WHOLE.into(), ASK_TICKET.into()];
     let ioctl = ioctl.map(|request| only(1, Eq, request));
     rules.insert(libc::SYS_ioctl, ioctl.into_iter().collect::<Result<_, _>>()?);
+    // A queue to `vmseal-rbd` has a pair of its own; nobody else is reached by it.
+    rules.insert(libc::SYS_socketpair, vec![only(0, Eq, libc::AF_UNIX as u64)?]);
     // Of a descriptor. The kernel's filter cannot check that the path is empty, so file metadata can be read by name.
     let open =
         |flags| only(flags, MaskedEq(libc::AT_EMPTY_PATH as u64), libc::AT_EMPTY_PATH as u64);

@@ -4,6 +4,7 @@
 mod bad_histories;
 mod driver;
 mod guest;
+mod over_channel;
 mod over_nbd;
 mod program;
 

@@ -85,7 +85,8 @@ impl Files {
         handles: &mut Handles,
     ) -> Result<OpenedReplica, StartError> {
         let (offset, direct) = (OFFSET, Direct::Auto);
-        let backend = BackendSpec::File { file, offset, direct, keeps_room: false };
+        let (keeps_room, channel) = (false, None);
+        let backend = BackendSpec::File { file, offset, direct, keeps_room, channel };
         let to = StackSpec { chain: vec![], backend };
         let spec = ReplicateSpec { to, map, bytes_per_second: u64::MAX };
         replica::open(disk_id(), SIZE, &spec, &self.image(), handles)

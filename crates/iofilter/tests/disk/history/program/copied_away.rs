@@ -74,6 +74,7 @@ fn same(directory: &Path) -> (NewStack, Vec<OwnedFd>) {
         offset: OFFSET,
         direct: Direct::Auto,
         keeps_room: false,
+        channel: None,
     };
     let stack = NewStack { disk: id(), chain: None, backend, size: None };
     (stack, vec![open(directory, "disk").into()])

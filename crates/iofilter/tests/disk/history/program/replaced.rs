@@ -96,7 +96,8 @@ impl Files {
         let fds: Vec<OwnedFd> = self.names.iter().rev().enumerate().map(open).collect();
         if self.names.len() == 1 {
             let (file, direct, keeps_room) = (Handle::Fd(0), Direct::Auto, false);
-            let backend = BackendSpec::File { file, offset: OFFSET, direct, keeps_room };
+            let (offset, channel) = (OFFSET, None);
+            let backend = BackendSpec::File { file, offset, direct, keeps_room, channel };
             return (NewStack { disk: id(), chain: None, backend, size: None }, fds);
         }
         let below = (0..self.names.len() - 1).rev().zip(1..);
@@ -266,6 +267,7 @@ fn again(files: &Files, chain: &Value) {
             offset: OFFSET,
             direct: Direct::Auto,
             keeps_room: false,
+            channel: None,
         };
         let mut filters = chain.clone();
         for link in filters.as_array_mut().unwrap() {

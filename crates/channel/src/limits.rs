@@ -1,0 +1,13 @@
+//! How much of each there may be: a filter that asks for more is refused, as the other side's memory and descriptors serve all filters.
+
+/// The regions of a queue: the storage's own buffers, those of the cipher, and a few of stacks that come later.
+pub const REGIONS_MAX: usize = 8;
+
+/// The bytes of a region: four times what a queue's buffers take.
+pub const REGION_BYTES_MAX: usize = 64 << 20;
+
+/// The queues of a connection: a disk has at most as many as its VM has processors that are worth a queue each.
+pub const QUEUES_MAX: usize = 64;
+
+/// The connections of a mount: a disk has one, so this is as many disks as a host has.
+pub const CONNECTIONS_MAX: usize = 1024;
