@@ -11,3 +11,6 @@ pub const QUEUES_MAX: usize = 64;
 
 /// The connections of a mount: a disk has one, so this is as many disks as a host has.
 pub const CONNECTIONS_MAX: usize = 1024;
+
+/// The bytes of a read or write: its pieces may be as long as a cipher's chunk, 1 MiB.
+pub const REQUEST_BYTES_MAX: u64 = 64 << 20;

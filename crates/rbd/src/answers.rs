@@ -3,8 +3,8 @@
 use std::io;
 
 use fuser::{
-    Errno, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLock,
-    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
+    Errno, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl,
+    ReplyLock, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
 };
 
 /// The number of an error. What has none is a defect, or damage, which the log tells.
@@ -40,6 +40,7 @@ macro_rules! refuse {
 }
 
 refuse!(
+    ReplyIoctl,
     ReplyLock,
     ReplyAttr,
     ReplyCreate,

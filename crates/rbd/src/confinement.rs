@@ -60,6 +60,9 @@ pub fn enter() -> Result<(), ConfinementError> {
 fn lower_rights() -> io::Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_DATA)?;
     setrlimit(Resource::RLIMIT_DATA, MEMORY_MAX.min(hard), MEMORY_MAX.min(hard))?;
+    // Each queue of a filter has a socket and shared memory, and librados a connection to each OSD: more than the usual 1024.
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     nix::sys::prctl::set_no_new_privs()?;
     drop_capabilities()
 }

@@ -5,6 +5,7 @@
 
 mod attributes;
 mod metadata;
+mod release;
 mod seeking;
 
 use std::collections::HashMap;
@@ -21,9 +22,11 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use vmseal_api::rbd::{ASK_WHOLE, Mounted, WHOLE};
+use vmseal_api::rbd::{ASK_TICKET, ASK_WHOLE, Mounted, WHOLE};
 
 use crate::answers::{Refuse, answer};
+use crate::channel::gate::Gate;
+use crate::channel::service::Service;
 use crate::cluster::{Cluster, Held};
 use crate::directory::{Directories, Entry, Nameless};
 use crate::holes::take_room;
@@ -63,9 +66,13 @@ pub struct FileSystem {
     pools: Vec<String>,
     mounted: Mounted,
     store: Arc<Store>,
-    directories: Directories,
-    open: OpenFiles,
+    directories: Arc<Directories>,
+    open: Arc<OpenFiles>,
     locks: Arc<Locks>,
+    /// For filters that do without FUSE.
+    service: Arc<Service>,
+    /// Handles that are being released.
+    releases: Arc<Gate>,
     listings: Mutex<HashMap<u64, Arc<Vec<Entry>>>>,
     last_listing: AtomicU64,
     /// A name of each file that the kernel knows.
@@ -113,17 +120,21 @@ impl FileSystem {
         store: Store,
         locks: Arc<Locks>,
     ) -> Self {
-        let directories = Directories::new(Arc::clone(&store.pool));
+        let directories = Arc::new(Directories::new(Arc::clone(&store.pool)));
         let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+        let (store, open) = (Arc::new(store), Arc::new(OpenFiles::default()));
+        let service = Arc::new(Service::new(Arc::clone(&open), Arc::clone(&store)));
         Self {
             cluster,
             pools,
             mounted,
             rooms: Rooms::of(Arc::clone(&store.pool)),
-            store: Arc::new(store),
+            store,
             directories,
             locks,
-            open: OpenFiles::default(),
+            open,
+            service,
+            releases: Arc::default(),
             listings: Mutex::default(),
             last_listing: AtomicU64::new(0),
             names: Mutex::default(),
@@ -179,14 +190,6 @@ impl FileSystem {
                 self.close(inode, handle);
                 Err(error)
             }
-        }
-    }
-
-    fn close(&self, inode: Inode, handle: u64) {
-        if let Some(nameless) = self.open.release(inode, handle)
-            && let Err(error) = self.directories.discard(nameless)
-        {
-            tracing::warn!(%inode, %error, "a removed file is not gone yet; it is removed at the next mount");
         }
     }
 
@@ -502,16 +505,7 @@ impl Filesystem for FileSystem {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        let noted = self.open.of_handle(fh.0).and_then(|file| file.note_length(&self.store));
-        if let Err(error) = noted {
-            tracing::warn!(inode = %inode(ino), %error, "the length of a file is not noted");
-        }
-        // Before the next one opens it: the image's own lock goes first.
-        self.close(inode(ino), fh.0);
-        if let Err(error) = self.locks.unlock(inode(ino), |other| other.handle == fh.0) {
-            tracing::warn!(inode = %inode(ino), %error, "the lock of a closed file is not given up; it runs out");
-        }
-        reply.ok();
+        self.release_handle(inode(ino), fh.0, reply);
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
@@ -646,18 +640,21 @@ impl Filesystem for FileSystem {
     fn ioctl(
         &self,
         _: &Request,
-        _: INodeNo,
-        _: FileHandle,
+        of: INodeNo,
+        fh: FileHandle,
         _: IoctlFlags,
         cmd: u32,
         _: &[u8],
         _: u32,
         reply: ReplyIoctl,
     ) {
-        if cmd == ASK_WHOLE {
-            reply.ioctl(0, &WHOLE.to_ne_bytes());
-        } else {
-            reply.error(Errno::ENOTTY);
+        match cmd {
+            ASK_WHOLE => reply.ioctl(0, &WHOLE.to_ne_bytes()),
+            ASK_TICKET => {
+                let ticket = self.ticket(inode(of), fh.0);
+                answer(reply, ticket, |reply, ticket| reply.ioctl(0, &ticket));
+            }
+            _ => reply.error(Errno::ENOTTY),
         }
     }
 

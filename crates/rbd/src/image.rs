@@ -17,6 +17,7 @@ use crate::library::{
     IMAGE_OPTION_DATA_POOL, IMAGE_OPTION_FEATURES, IMAGE_OPTION_ORDER, IMAGE_OPTION_STRIPE_COUNT,
     IMAGE_OPTION_STRIPE_UNIT, LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
 };
+use crate::parts::Parts;
 
 /// How many owners a lock may have: an exclusive one has one.
 const OWNERS_MAX: usize = 8;
@@ -331,6 +332,39 @@ impl Image {
         self.start(Vec::new(), Box::new(done), |_, completion| {
             // SAFETY: librbd copies the bytes before it returns (`rbd_disable_zero_copy_writes`).
             unsafe { (loaded().rbd.rbd_aio_write)(handle, offset, length, start, completion) }
+        });
+    }
+
+    /// Reads into memory of others, as much as its parts have; `done` gets how much was read.
+    pub fn read_into(
+        &self,
+        offset: u64,
+        parts: Parts,
+        done: impl FnOnce(io::Result<u64>) + Send + 'static,
+    ) {
+        let (handle, (vectors, count)) = (self.handle, parts.vectors());
+        let done = move |result: io::Result<u64>, _| {
+            drop(parts);
+            done(result);
+        };
+        self.start(Vec::new(), Box::new(done), |_, completion| {
+            // SAFETY: librbd uses the vectors, and the memory that they name, until the operation is done; the parts live as long.
+            unsafe { (loaded().rbd.rbd_aio_readv)(handle, vectors, count, offset, completion) }
+        });
+    }
+
+    /// Writes what is in memory of others; it is not needed any more when this returns.
+    pub fn write_from(
+        &self,
+        offset: u64,
+        parts: &Parts,
+        done: impl FnOnce(io::Result<()>) + Send + 'static,
+    ) {
+        let (handle, (vectors, count)) = (self.handle, parts.vectors());
+        let done = |result: io::Result<u64>, _| done(result.map(drop));
+        self.start(Vec::new(), Box::new(done), |_, completion| {
+            // SAFETY: librbd copies the bytes before it returns (`rbd_disable_zero_copy_writes`).
+            unsafe { (loaded().rbd.rbd_aio_writev)(handle, vectors, count, offset, completion) }
         });
     }
 

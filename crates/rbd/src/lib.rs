@@ -8,6 +8,7 @@
 //! ```text
 //!  vmseal-filter, agent ── files ──> FUSE ──> file_system ─► open_files ─► open_file ─► image ──> librbd
 //!                                                       └──► directory ──────────────► cluster ─> librados
+//!  vmseal-filter ── a disk's data ──> shared memory ──> channel ─► image ──> librbd
 //! ```
 //! | module | subject |
 //! |---|---|
@@ -23,13 +24,15 @@
 //! | [`create`] | makes the pools of a new datastore |
 //! | [`pools`] | how the cluster keeps what is stored |
 //! | [`library`] | their functions |
-//! | [`buffers`] | memory for reads |
+//! | [`buffers`], [`parts`] | memory for reads, and memory that filters share |
+//! | [`channel`] | the way of a disk's data without FUSE |
 //! | [`trial`] | whether a user may change what is in a pool |
 //! | [`predecessors`] | who served the mount before, for their locks |
 //! | [`confinement`] | what the process may still do |
 
 mod answers;
 pub mod buffers;
+pub mod channel;
 pub mod cluster;
 pub mod confinement;
 pub mod create;
@@ -43,6 +46,7 @@ pub mod library;
 pub mod locks;
 pub mod open_file;
 pub mod open_files;
+pub mod parts;
 pub mod pools;
 pub mod predecessors;
 pub mod rooms;

@@ -7,7 +7,7 @@
 use std::ffi::{c_char, c_int, c_uchar, c_void};
 use std::sync::OnceLock;
 
-use libc::{size_t, ssize_t, time_t, timeval};
+use libc::{iovec, size_t, ssize_t, time_t, timeval};
 use libloading::Library;
 
 /// A connection to a cluster (`rados_t`).
@@ -196,6 +196,8 @@ functions! {
         fn rbd_aio_release(Completion);
         fn rbd_aio_read(Image, u64, size_t, *mut c_char, Completion) -> c_int;
         fn rbd_aio_write(Image, u64, size_t, *const c_char, Completion) -> c_int;
+        fn rbd_aio_readv(Image, *const iovec, c_int, u64, Completion) -> c_int;
+        fn rbd_aio_writev(Image, *const iovec, c_int, u64, Completion) -> c_int;
         fn rbd_aio_flush(Image, Completion) -> c_int;
         fn rbd_aio_write_zeroes(Image, u64, size_t, Completion, c_int, c_int) -> c_int;
         fn rbd_diff_iterate2(

@@ -25,6 +25,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
+use vmseal_rbd::channel::listener::Listener;
 use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
@@ -111,13 +112,16 @@ fn run(options: Options) -> anyhow::Result<()> {
         return check(&options);
     }
     let directory = options.directory.canonicalize_even_if_dead()?;
-    let mut record = lock_record(&options.run_dir, &directory)?;
+    let place = record_of(&options.run_dir, &directory)?;
+    let mut record = lock_record(&place, &directory)?;
+    // Nobody else serves it, as the record is locked; and later it could not be made, as the process is confined.
+    let listener = listen_beside(&place);
     let (connected, connection) = mpsc::channel();
     let (mounted, mount) = mpsc::channel();
     let predecessors = record.addresses().to_vec();
     let serving = std::thread::Builder::new()
         .name("serving".into())
-        .spawn(move || serve(&options, predecessors, &connected, &mount))?;
+        .spawn(move || serve(&options, predecessors, listener, &connected, &mount))?;
     // Its error says more than that it is gone.
     if let Ok(address) = connection.recv() {
         record.note(&address).context("the address in the cluster cannot be noted")?;
@@ -158,12 +162,30 @@ fn check(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Locks the record of the mount's processes.
-fn lock_record(run_dir: &Path, directory: &Path) -> anyhow::Result<Predecessors> {
-    vmseal_api::atomic_file::private_directory(run_dir)
-        .with_context(|| format!("{} cannot be made", run_dir.display()))?;
+/// Where the record of the mount's processes is; its directory is made.
+fn record_of(run_dir: &Path, directory: &Path) -> anyhow::Result<PathBuf> {
+    let at = || format!("{} cannot be made", run_dir.display());
+    let run_dir = std::path::absolute(run_dir).with_context(at)?;
+    vmseal_api::atomic_file::private_directory(&run_dir).with_context(at)?;
     let name = directory.to_string_lossy().trim_start_matches('/').replace('/', "-");
-    match Predecessors::lock(&run_dir.join(name)) {
+    Ok(run_dir.join(name))
+}
+
+/// The socket for filters, beside the record. Without it they use the mount alone.
+fn listen_beside(record: &Path) -> Option<Listener> {
+    let mut path = record.as_os_str().to_owned();
+    path.push(".sock");
+    let path = Path::new(&path);
+    Listener::bind(path)
+        .inspect_err(|error| {
+            tracing::warn!(path = %path.display(), %error, "there is no socket for filters: they read and write by the mount alone");
+        })
+        .ok()
+}
+
+/// Locks the record of the mount's processes.
+fn lock_record(record: &Path, directory: &Path) -> anyhow::Result<Predecessors> {
+    match Predecessors::lock(record) {
         Ok(record) => Ok(record),
         Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => {
             bail!("another vmseal-rbd serves {}", directory.display())
@@ -215,6 +237,7 @@ fn connect(options: &Options) -> anyhow::Result<(Arc<Cluster>, String)> {
 fn serve(
     options: &Options,
     predecessors: Vec<String>,
+    listener: Option<Listener>,
     connected: &Sender<String>,
     mount: &Receiver<OwnedFd>,
 ) -> anyhow::Result<()> {
@@ -238,8 +261,13 @@ fn serve(
     let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
-    let mounted = Mounted { process: std::process::id(), key: Some(key), channel: None };
+    let channel = listener.as_ref().map(|listener| listener.path().to_owned());
+    let mounted = Mounted { process: std::process::id(), key: Some(key), channel };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
+    if let Some(listener) = listener {
+        listener.serve(file_system.service()).context("filters are not served: no thread")?;
+    }
+    let releases = file_system.releases();
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);
     let Ok(fuse) = mount.recv() else { return Ok(()) };
@@ -249,6 +277,7 @@ fn serve(
         .context("the kernel's FUSE does not answer")?;
     tracing::info!(directory = %options.directory.display(), "mounted");
     session.run().context("the file system ended")?;
+    releases.wait();
     tracing::info!("unmounted");
     Ok(())
 }

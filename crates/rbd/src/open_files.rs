@@ -15,7 +15,8 @@ pub struct OpenFiles(Mutex<Tables>);
 #[derive(Default)]
 struct Tables {
     files: HashMap<Inode, Known>,
-    handles: HashMap<u64, Arc<OpenFile>>,
+    /// With whether it was opened to write.
+    handles: HashMap<u64, (Arc<OpenFile>, bool)>,
     last_handle: u64,
 }
 
@@ -61,7 +62,7 @@ impl OpenFiles {
             Ok(file) => {
                 tables.last_handle += 1;
                 let handle = tables.last_handle;
-                tables.handles.insert(handle, file);
+                tables.handles.insert(handle, (file, writable));
                 Ok(handle)
             }
             Err(error) => {
@@ -76,8 +77,17 @@ impl OpenFiles {
     /// # Errors
     /// `EBADF`.
     pub fn of_handle(&self, handle: u64) -> io::Result<Arc<OpenFile>> {
-        let file = self.tables().handles.get(&handle).cloned();
+        let file = self.tables().handles.get(&handle).map(|(file, _)| Arc::clone(file));
         file.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))
+    }
+
+    /// Whether a handle was opened to write.
+    ///
+    /// # Errors
+    /// `EBADF`.
+    pub fn is_written(&self, handle: u64) -> io::Result<bool> {
+        let writable = self.tables().handles.get(&handle).map(|(_, writable)| *writable);
+        writable.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))
     }
 
     /// A file, if it is open.

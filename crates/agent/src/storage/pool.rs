@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
