@@ -21,13 +21,13 @@ use vmseal_tests::{eventually, program};
 const LONG: u64 = 8 << 20;
 
 /// A mount of the cluster's pool, as one host has it.
-struct Mount {
+pub(crate) struct Mount {
     directory: tempfile::TempDir,
     process: Child,
 }
 
 impl Mount {
-    fn new(cluster: &Cluster) -> Self {
+    pub(crate) fn new(cluster: &Cluster) -> Self {
         let directory = tempfile::tempdir().unwrap();
         std::fs::create_dir(directory.path().join("pool")).unwrap();
         let process = Self::serve(cluster, directory.path());
@@ -54,11 +54,11 @@ impl Mount {
         .unwrap_or_else(|error| panic!("{error}: {}", self.log()));
     }
 
-    fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join("pool").join(name)
     }
 
@@ -81,7 +81,7 @@ impl Mount {
     }
 
     /// It dies, and another process serves the same mount.
-    fn dies(&mut self, cluster: &Cluster) {
+    pub(crate) fn dies(&mut self, cluster: &Cluster) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
         self.process = Self::serve(cluster, self.directory.path());
@@ -104,16 +104,16 @@ impl Drop for Mount {
     }
 }
 
-fn open(path: &Path) -> std::io::Result<File> {
+pub(crate) fn open(path: &Path) -> std::io::Result<File> {
     File::options().read(true).write(true).open(path)
 }
 
-fn make(path: &Path) -> std::io::Result<File> {
+pub(crate) fn make(path: &Path) -> std::io::Result<File> {
     File::options().read(true).write(true).create_new(true).open(path)
 }
 
 /// Tries to lock a whole file.
-fn lock(file: &File, kind: i32) -> bool {
+pub(crate) fn lock(file: &File, kind: i32) -> bool {
     let whole = libc::flock {
         l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -142,7 +142,7 @@ fn images(cluster: &Cluster) -> usize {
     String::from_utf8(listed.stdout).unwrap().lines().count()
 }
 
-fn random(length: u64) -> Vec<u8> {
+pub(crate) fn random(length: u64) -> Vec<u8> {
     std::iter::repeat_with(|| fastrand::u8(..)).take(length as usize).collect()
 }
 
@@ -356,7 +356,7 @@ fn set_attribute(of: &Path, name: &str, value: &str) -> nix::Result<()> {
     nix::errno::Errno::result(set).map(drop)
 }
 
-fn attribute(of: &Path, name: &str) -> nix::Result<String> {
+pub(crate) fn attribute(of: &Path, name: &str) -> nix::Result<String> {
     let path = CString::new(of.to_str().unwrap()).unwrap();
     let name = CString::new(name).unwrap();
     let mut value = vec![0_u8; 4096];

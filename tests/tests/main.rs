@@ -5,6 +5,7 @@ mod api;
 mod backups;
 mod cdrom;
 mod ceph;
+mod ceph_channel;
 mod ceph_client;
 mod ceph_datastore;
 mod ceph_files;

@@ -295,7 +295,11 @@ mod tests {
     use std::fs::File;
     use std::io::{Read, Write};
     use std::net::UdpSocket;
+    use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+    use vmseal_channel::{SharedMemory, ToServer, receive, send};
 
     use super::*;
 
@@ -376,6 +380,21 @@ mod tests {
             assert_eq!(call(number, arguments), 0, "system call {number}");
         }
         nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE)?;
+        channel()
+    }
+
+    /// What serves filters: connections, messages with descriptors, and memory that others have made.
+    fn channel() -> std::io::Result<()> {
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let (one, other) = socketpair(AddressFamily::Unix, kind, None, flags)?;
+        let memory = SharedMemory::create(4096)?;
+        send(one.as_fd(), &ToServer::Doorbell, &[memory.fd()])?;
+        let (_, fds) = receive::<ToServer>(other.as_fd(), true)?.expect("the other end is there");
+        for fd in fds {
+            SharedMemory::map(fd, 4096)?;
+        }
+        let refused = call(libc::SYS_accept4, [-1, 0, 0, 0, 0]);
+        assert_eq!(refused, libc::EBADF, "connections are not taken");
         Ok(())
     }
 
