@@ -65,7 +65,8 @@ impl Layer for Encryption {
             (false, true) => Chunk::Small,
             (false, false) => Chunk::Large,
         };
-        let (bytes, time) = (place.pool_bytes / 4 * 3, Arc::clone(&place.cipher_time));
+        let bytes = if place.shares { SHARED_POOL_BYTES } else { place.pool_bytes / 4 * 3 };
+        let time = Arc::clone(&place.cipher_time);
         let filter = Crypt::new(&self.key, self.holes, chunk, bytes, time);
         Ok(Box::new(filter.map_err(io::Error::other)?.taking_lent(place.lends)))
     }
@@ -82,8 +83,11 @@ const CHUNKS_MAX: u32 = 8;
 /// The most buffers of one chunk.
 const BUFFERS_MAX: usize = 8;
 
-/// The same where buffers are shared: 1 MiB, a quarter of a usual object of Ceph.
-const SHARED_BUFFERS_MAX: usize = 16;
+/// The same where buffers are shared: 4 MiB, a usual object of Ceph, which its OSDs then get by one write.
+const SHARED_BUFFERS_MAX: usize = 64;
+
+/// The memory of shared buffers, in bytes: four of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
+const SHARED_POOL_BYTES: usize = 16 << 20;
 
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

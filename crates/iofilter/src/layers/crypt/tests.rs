@@ -188,6 +188,7 @@ fn what_storage_has_left_in_its_buffers_is_decrypted_from_there() {
 #[test]
 fn chunks_in_shared_memory_are_longer_and_no_more_than_a_quarter_of_it() {
     let mib = 1 << 20;
+    assert_eq!(Chunk::Shared.bytes(SHARED_POOL_BYTES), 4 << 20);
     assert_eq!(Chunk::Shared.bytes(4 * mib), 1 << 20);
     assert_eq!(Chunk::Shared.bytes(2 * mib), 512 << 10);
     assert_eq!(Chunk::Shared.bytes(0), (BLOCKS_MAX * BLOCK) as u64);
