@@ -538,8 +538,10 @@ impl Storage for Queue {
         }
     }
 
+    /// None while the server has nothing to do: a doorbell that came too late would not let the thread sleep.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
-        self.link.as_ref().map(|link| link.socket.as_fd())
+        let link = self.link.as_ref().filter(|_| self.in_ring() + self.line.len() > 0);
+        link.map(|link| link.socket.as_fd())
     }
 
     /// A server never does, also not one that has broken the protocol.
