@@ -86,8 +86,8 @@ const BUFFERS_MAX: usize = 8;
 /// The same where buffers are shared: 4 MiB, a usual object of Ceph, which its OSDs then get by one write.
 const SHARED_BUFFERS_MAX: usize = 64;
 
-/// The memory of shared buffers, in bytes: four of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
-const SHARED_POOL_BYTES: usize = 16 << 20;
+/// The memory of shared buffers, in bytes: eight of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
+const SHARED_POOL_BYTES: usize = 32 << 20;
 
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -25,8 +25,8 @@ use crate::storage::served;
 /// How long a server may take to attach a queue: it opens nothing and asks no cluster for that.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The buffers of one queue, in bytes: four requests of the longest kind. They take memory as they are first used.
-pub const BUFFER_BYTES: usize = 16 << 20;
+/// The buffers of one queue, in bytes: eight requests of the longest kind keep a cluster busy. They take memory as they are first used.
+pub const BUFFER_BYTES: usize = 32 << 20;
 
 /// See the module.
 #[derive(Debug)]
