@@ -16,6 +16,7 @@
 //! | [`process`] | processes that outlive the agent, on record, under users of their own; what this machine is |
 //! | [`migration`] | what goes from host to host when a VM moves |
 //! | `mounts` | what is mounted where, and who serves it |
+//! | `timed` | calls on file systems that may hang |
 //! | `keys` | KEKs: in locked memory, checked against what the inventory means |
 //! | `rules` | what may be done with a VM when |
 //! | `signer` | the key that reports are signed with |
@@ -36,6 +37,7 @@ mod rules;
 mod signer;
 pub mod simulated;
 mod storage;
+mod timed;
 mod vm;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use nix::sys::stat::{major, minor};
 use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted};
 
+use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
+
 /// The kind of the mounts of `vmseal-rbd`.
 pub const POOL: &str = "fuse.vmseal-rbd";
 
@@ -45,6 +47,15 @@ pub fn served_by(path: &Path) -> Option<Mounted> {
     let mut told = vec![0; MOUNTED_MAX];
     let length = rustix::fs::getxattr(path, MOUNTED_ATTRIBUTE, &mut told[..]).ok()?;
     serde_json::from_slice(&told[..length]).ok()
+}
+
+/// The same for those who cannot wait for a mount that hangs.
+///
+/// # Errors
+/// [`Silent`]: nobody has answered in time.
+pub fn served_by_now(path: &Path) -> Result<Option<Mounted>, Silent> {
+    let asked = path.to_owned();
+    answer_within(path, SHORT_TIMEOUT, move || served_by(&asked))
 }
 
 /// The kind of the file system with this device, in the kernel's list.

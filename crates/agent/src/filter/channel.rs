@@ -10,7 +10,7 @@ use std::path::Path;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 
-use crate::mounts::{pool_of, served_by};
+use crate::mounts::{pool_of, served_by_now};
 
 /// The connections for a filter's images, by the numbers of the images' descriptors.
 #[derive(Debug, Default)]
@@ -51,7 +51,12 @@ fn connected(image: &File) -> Option<OwnedFd> {
         tracing::warn!(%error, "where an image is mounted is not known: it is used as a file");
         None
     })?;
-    let Some(socket) = served_by(&mounted).and_then(|it| it.channel) else {
+    // The disks' locks are held, so one that hangs is not waited for.
+    let served_by = served_by_now(&mounted).unwrap_or_else(|error| {
+        tracing::warn!(path = %mounted.display(), %error, "vmseal-rbd does not say where its socket is: an image of its pool is used as a file");
+        None
+    });
+    let Some(socket) = served_by.and_then(|it| it.channel) else {
         tracing::debug!(path = %mounted.display(), "vmseal-rbd has no socket for filters");
         return None;
     };
@@ -78,9 +83,14 @@ fn connect(path: &Path) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::os::unix::fs::OpenOptionsExt;
+    use std::sync::mpsc;
+
     use nix::sys::socket::{Backlog, bind, listen};
 
     use super::*;
+    use crate::storage::remount::tests::Hung;
+    use crate::timed::SHORT_TIMEOUT;
 
     /// As if `vmseal-rbd` served this image.
     pub(in crate::filter) fn beside(image: &File) -> Channels {
@@ -94,6 +104,22 @@ pub(super) mod tests {
         let channels = Channels::of([&image]);
         assert!(channels.beside(&image).is_none() && channels.descriptors().next().is_none());
         assert!(of_disk(&image, &[]).is_none());
+    }
+
+    #[test]
+    fn a_mount_that_hangs_is_not_waited_for() {
+        let Some(hung) = Hung::new() else {
+            eprintln!("skipped: this takes root, and FUSE");
+            return;
+        };
+        // Nobody can open a file there, and the root is found without asking who serves it.
+        let mut options = File::options();
+        let image = options.read(true).custom_flags(libc::O_PATH).open(hung.place()).unwrap();
+        assert!(pool_of(&image).unwrap().is_some());
+        let (answer, answers) = mpsc::channel();
+        std::thread::spawn(move || answer.send(connected(&image).is_none()));
+        // Far more than it takes.
+        assert!(answers.recv_timeout(SHORT_TIMEOUT * 5).unwrap());
     }
 
     #[test]

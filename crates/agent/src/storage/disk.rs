@@ -33,9 +33,9 @@ use crate::storage::image_notes::Noted;
 use crate::storage::linking::Link;
 use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
-use crate::storage::timed;
 use crate::storage::tpm_disk::{self, MakeTpm};
 use crate::storage::transfer::TransferDirectories;
+use crate::timed;
 
 // Servers, which do not know what a header is, count the room for one.
 const _: () = assert!(vmseal_luks::DATA_OFFSET == vmseal_api::host::HEADER_AREA);

@@ -53,7 +53,6 @@ pub(crate) mod sent_tpm;
 pub(crate) mod shared;
 pub(crate) mod sharing;
 pub(crate) mod survey;
-pub(crate) mod timed;
 pub(crate) mod tpm_disk;
 pub(crate) mod tpm_handover;
 pub(crate) mod tpm_state;

@@ -19,17 +19,16 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
 use crate::mounts::{POOL, file_system, served_by};
 use crate::storage::pool_keys;
-use crate::storage::timed::{SHORT_TIMEOUT, Silent, answer_within};
+use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
-/// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. With the other steps of a remount it is less than the
-/// server waits for (60 s).
-const MOUNT_TIMEOUT: Duration = Duration::from_secs(38);
+/// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. A remount may have less left.
+pub(super) const MOUNT_TIMEOUT: Duration = Duration::from_secs(38);
 
 /// The pause between checks.
 const MOUNT_INTERVAL: Duration = Duration::from_millis(20);
@@ -68,7 +67,8 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
         return Ok(());
     }
     let (program, run_dir) = program_for(path, pool)?;
-    start_and_wait(program, run_dir, path, pool, key_for(path, pool)?.as_deref())
+    let key = key_for(path, pool)?;
+    start_and_wait((program, run_dir), path, pool, key.as_deref(), MOUNT_TIMEOUT)
 }
 
 /// The lock of a mount point: who has it may mount there, or end what is mounted. Starts of VMs wait for it, so whoever has it waits for
@@ -112,12 +112,14 @@ pub(crate) fn without_key(pool: &RbdPool) -> Problem {
     Problem::new(ErrorCode::Unreachable, what)
 }
 
+/// Mounts a pool by this program, which keeps its records there, within this time. One that has not mounted it by then is killed, which takes
+/// up to [`DEATH_TIMEOUT`] more.
 pub(super) fn start_and_wait(
-    program: &Path,
-    run_dir: &Path,
+    (program, run_dir): (&Path, &Path),
     path: &Path,
     pool: &RbdPool,
     key: Option<&SecretBytes>,
+    limit: Duration,
 ) -> Result<(), Problem> {
     let place = |error: io::Error| {
         Problem::invalid("location.path", format!("{}: {error}", path.display()))
@@ -141,7 +143,7 @@ pub(super) fn start_and_wait(
             Ok((start(program, &arguments, pool, key, &log)?, from))
         });
     let (mut child, log_from) = started.map_err(|error| failed(not_started(program, &error)))?;
-    let give_up = Instant::now() + MOUNT_TIMEOUT;
+    let give_up = Instant::now() + limit;
     while Instant::now() < give_up {
         if is_mounted_now(path) == Ok(true) {
             // It ends when it is unmounted; somebody has to take note of that.
@@ -158,7 +160,7 @@ pub(super) fn start_and_wait(
         }
     }
     give_up_on(child);
-    let seconds = MOUNT_TIMEOUT.as_secs();
+    let seconds = limit.as_secs();
     Err(failed(format!(
         "vmseal-rbd has not mounted it within {seconds} s, see {}",
         log_path.display()
@@ -287,12 +289,6 @@ pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
     served_by(path)?.key
 }
 
-/// Who serves a mount, as [`served_by`] has it, for those who cannot wait for one that hangs.
-pub(super) fn mounted_now(path: &Path) -> Result<Option<Mounted>, Silent> {
-    let asked = path.to_owned();
-    answer_within(path, SHORT_TIMEOUT, move || served_by(&asked))
-}
-
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
 /// as what is mounted there hangs.
 fn is_mounted(path: &Path) -> bool {
@@ -307,13 +303,32 @@ pub(super) fn is_mounted_now(path: &Path) -> Result<bool, Silent> {
 
 /// What is mounted there does not answer.
 pub(super) fn hung(path: &Path) -> Problem {
+    silent(path, |kill| {
+        format!(
+            "it hangs, as one does that waits for its cluster. Check that this host reaches the monitors and OSDs, and ask again. If it goes on hanging when they answer, end it ({kill})"
+        )
+    })
+}
+
+/// The same where the cluster has just answered another process of this host.
+pub(super) fn hung_beside_others(path: &Path) -> Problem {
+    silent(path, |kill| {
+        format!(
+            "it hangs, while the cluster answers a new connection from this host. End it ({kill})"
+        )
+    })
+}
+
+/// What is mounted there does not answer; `advice` is also told how its process is killed.
+fn silent(path: &Path, advice: impl FnOnce(&str) -> String) -> Problem {
     let (who, kill) = match process_of(path) {
         Some(process) => (format!(" (process {process})"), format!("kill -9 {process}")),
         None => (String::new(), "kill -9".to_owned()),
     };
     let what = format!(
-        "the vmseal-rbd that serves {}{who} does not answer: it hangs, as one does that waits for its cluster. Check that this host reaches the monitors and OSDs, and ask again. If it goes on hanging when they answer, end it ({kill}): the pool is mounted by another one when it is needed next",
-        path.display()
+        "the vmseal-rbd that serves {}{who} does not answer: {}: the pool is mounted by another one when it is needed next",
+        path.display(),
+        advice(&kill)
     );
     Problem::new(ErrorCode::TimedOut, what)
 }
@@ -421,7 +436,11 @@ pub(crate) mod tests {
         let program = directory.path().join("vmseal-rbd");
         let run_dir = directory.path().join("run");
         let place = directory.path().join("mount");
-        let missing = start_and_wait(&program, &run_dir, &place, &pool(), None).unwrap_err();
+        let start = |pool: &RbdPool, key: Option<&SecretBytes>| {
+            let by = (program.as_path(), run_dir.as_path());
+            start_and_wait(by, &place, pool, key, MOUNT_TIMEOUT).unwrap_err()
+        };
+        let missing = start(&pool(), None);
         assert!(missing.detail.contains("install vmseal-rbd"), "{missing}");
         std::fs::write(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n").unwrap();
         std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
@@ -429,7 +448,7 @@ pub(crate) mod tests {
             return;
         }
         for _ in 0..2 {
-            let refused = start_and_wait(&program, &run_dir, &place, &pool(), None).unwrap_err();
+            let refused = start(&pool(), None);
             assert_eq!(refused.code, ErrorCode::Unreachable);
             let said = refused.detail.matches("no monitor answers").count();
             assert_eq!(said, 1, "{refused}");
@@ -439,7 +458,7 @@ pub(crate) mod tests {
         std::fs::write(&program, said).unwrap();
         let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
         let held = RbdPool { keyring: None, ..pool() };
-        let refused = start_and_wait(&program, &run_dir, &place, &held, Some(&key)).unwrap_err();
+        let refused = start(&held, Some(&key));
         assert!(refused.detail.contains("AQ-the-key --monitors"), "{refused}");
         assert_eq!(refused.detail.matches("AQ-the-key").count(), 1, "{refused}");
         assert!(!is_mounted(&place));

@@ -15,7 +15,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
@@ -27,11 +27,19 @@ use vmseal_api::rbd::Mounted;
 use vmseal_secret::SecretBytes;
 
 use crate::keys::KeyBox;
-use crate::storage::pool::{self, PROGRAM_NAME};
-use crate::storage::timed::Silent;
+use crate::mounts::served_by_now;
+use crate::storage::pool::{self, MOUNT_TIMEOUT, PROGRAM_NAME};
+use crate::timed::Silent;
 
-/// How long the cluster may take to answer somebody new: one that is well does within a second. With the limits of the other steps, that of
-/// mounting above all, it stays below what the server waits for.
+/// How long a remount may take from the request on, the wait for the mount point's lock included, until it gives up mounting. What does not
+/// mount the pool by then is killed, and looked at once more: five seconds. The server waits for 60.
+const REMOUNT_TIMEOUT: Duration = Duration::from_secs(50);
+
+/// What has to be left of that before a trial, and before the process that serves the pool is ended: five seconds for its end, and 20 to mount
+/// the pool, twice as long as a trial may take, which connects as mounting does.
+const LEFT_MIN: Duration = Duration::from_secs(25);
+
+/// How long the cluster may take to answer somebody new: one that is well does within a second.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a process that is killed may take to end, in milliseconds.
@@ -41,16 +49,17 @@ const DEATH_MILLISECONDS: u16 = pool::DEATH_TIMEOUT.as_millis() as u16;
 /// the fingerprint of the key that the mount uses, where that is said. Blocks, and no step longer than it may take.
 ///
 /// # Errors
-/// `unreachable` where the cluster refuses that or does not answer, `timed-out` where what serves the pool does not: it stays mounted as it
-/// is. `wrong-state` for a directory, or where it is not known which process serves the pool. Those of [`pool::mount`] after that one has
-/// ended.
+/// `unreachable` where the cluster refuses that or does not answer, `timed-out` where what serves the pool does not, or too little time is
+/// left: it stays mounted as it is. `wrong-state` for a directory, or where it is not known which process serves the pool. Those of
+/// [`pool::mount`] after that one has ended.
 pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<String>, Problem> {
     let DatastoreLocation::Rbd { path, pool } = location else {
         return Err(not_a_pool(location.path()));
     };
+    let give_up = Instant::now() + REMOUNT_TIMEOUT;
     let program = pool::program_for(path, pool)?;
     let key = pool::key_for(path, pool)?;
-    remount_by(program, path, pool, key.as_deref(), only_try)
+    remount_by(program, path, pool, key.as_deref(), only_try, give_up)
 }
 
 /// The key that is to be tried in place of the one that the agent holds.
@@ -73,52 +82,92 @@ pub(crate) fn key_to_try(
 /// Sees whether the cluster takes this key for a pool, whatever that is mounted with. Nothing is mounted. Blocks.
 ///
 /// # Errors
-/// `unreachable` where the cluster refuses it or does not answer; `wrong-state` for a directory.
+/// `unreachable` where the cluster refuses it or does not answer; `timed-out` where too little time is left; `wrong-state` for a directory.
 pub fn try_key(location: &DatastoreLocation, key: &SecretBytes) -> Result<(), Problem> {
     let DatastoreLocation::Rbd { path, pool } = location else {
         return Err(not_a_pool(location.path()));
     };
-    let program = pool::program_for(path, pool)?;
+    let give_up = Instant::now() + REMOUNT_TIMEOUT;
+    try_key_by(pool::program_for(path, pool)?, path, pool, key, give_up)
+}
+
+/// The same by this program, which keeps its records there, if it has the time for that.
+fn try_key_by(
+    program: (&Path, &Path),
+    path: &Path,
+    pool: &RbdPool,
+    key: &SecretBytes,
+    give_up: Instant,
+) -> Result<(), Problem> {
     // It is given, whatever file there is on the host.
-    let given = RbdPool { keyring: None, ..(**pool).clone() };
+    let given = RbdPool { keyring: None, ..pool.clone() };
     // Trials of a pool have one log.
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    try_to_connect(program, path, &given, Some(key))
+    check_time(pool, give_up)?;
+    try_to_connect(program, path, &given, Some(key)).map_err(|what| {
+        let pool = &pool.pool;
+        let what = format!("the key was not taken for pool '{pool}' (nothing was changed). {what}");
+        Problem::new(ErrorCode::Unreachable, what)
+    })
 }
 
-/// The same by this program, which keeps its records there.
+/// Has another process serve a pool by this program, which keeps its records there, if it has the time for that.
 fn remount_by(
-    (program, run_dir): (&Path, &Path),
+    program: (&Path, &Path),
     path: &Path,
     pool: &RbdPool,
     key: Option<&SecretBytes>,
     only_try: bool,
+    give_up: Instant,
 ) -> Result<Option<String>, Problem> {
     // Filters that are started again meanwhile wait for the new mount.
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    try_to_connect((program, run_dir), path, pool, key)?;
+    check_time(pool, give_up)?;
+    try_to_connect(program, path, pool, key).map_err(|what| {
+        let pool = &pool.pool;
+        let what =
+            format!("the pool '{pool}' stays mounted as it is: nobody else could mount it. {what}");
+        Problem::new(ErrorCode::Unreachable, what)
+    })?;
     let former = former(path)?;
     if only_try {
         return Ok(former.and_then(|it| it.key));
     }
-    let serving = || pool::mounted_now(path).ok().flatten();
+    check_time(pool, give_up)?;
+    let serving = || served_by_now(path).ok().flatten();
     if let Some(told) = former {
         end(path, told.process, || serving().as_ref() == Some(&told))?;
         tracing::info!(path = %path.display(), process = told.process, "what served a pool has ended");
     }
-    pool::start_and_wait(program, run_dir, path, pool, key)?;
+    let limit = MOUNT_TIMEOUT.min(give_up.saturating_duration_since(Instant::now()));
+    pool::start_and_wait(program, path, pool, key, limit)?;
     Ok(serving().and_then(|it| it.key))
 }
 
-/// Who serves a pool; none where it is not mounted.
+/// Refuses to begin what would not be done before the server stops waiting for it.
+fn check_time(pool: &RbdPool, give_up: Instant) -> Result<(), Problem> {
+    let left = give_up.saturating_duration_since(Instant::now());
+    if left >= LEFT_MIN {
+        return Ok(());
+    }
+    let what = format!(
+        "pool '{}': nothing was changed, as {} s are left of the {} s that this may take. Others mounted it meanwhile, or the cluster is slow to answer: ask again",
+        pool.pool,
+        left.as_secs(),
+        REMOUNT_TIMEOUT.as_secs()
+    );
+    Err(Problem::new(ErrorCode::TimedOut, what))
+}
+
+/// Who serves a pool, whose cluster has just answered; none where it is not mounted.
 fn former(path: &Path) -> Result<Option<Mounted>, Problem> {
-    let hung = |Silent| pool::hung(path);
+    let hung = |Silent| pool::hung_beside_others(path);
     if !pool::is_mounted_now(path).map_err(hung)? {
         return Ok(None);
     }
-    let told = pool::mounted_now(path).map_err(hung)?;
+    let told = served_by_now(path).map_err(hung)?;
     told.map(Some).ok_or_else(|| unknown(path))
 }
 
@@ -137,19 +186,14 @@ fn unknown(path: &Path) -> Problem {
     Problem::new(ErrorCode::WrongState, what)
 }
 
-/// Has `vmseal-rbd` connect as for a mount, read and write. What it writes it removes, or the next trial does.
+/// Has `vmseal-rbd` connect as for a mount, read and write. What it writes it removes, or the next trial does. Fails with what went wrong, for
+/// people.
 fn try_to_connect(
     (program, run_dir): (&Path, &Path),
     path: &Path,
     pool: &RbdPool,
     key: Option<&SecretBytes>,
-) -> Result<(), Problem> {
-    let failed = |what: String| {
-        let pool = &pool.pool;
-        let what =
-            format!("the pool '{pool}' stays mounted as it is: nobody else could mount it. {what}");
-        Problem::new(ErrorCode::Unreachable, what)
-    };
+) -> Result<(), String> {
     let records = run_dir.join("rbd");
     let log_path = records.join(format!("{}.trial.log", pool::name(path)));
     let mut arguments: Vec<OsString> = vec!["--check".into()];
@@ -159,16 +203,16 @@ fn try_to_connect(
             OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(&log_path)
         })
         .and_then(|log| pool::start(program, &arguments, pool, key, &log));
-    let mut child = started.map_err(|error| failed(pool::not_started(program, &error)))?;
+    let mut child = started.map_err(|error| pool::not_started(program, &error))?;
     match pool::ended_within(&mut child, TRIAL_TIMEOUT) {
         Ok(Some(true)) => Ok(()),
-        Ok(Some(false)) => Err(failed(pool::last_lines(&log_path, 0))),
+        Ok(Some(false)) => Err(pool::last_lines(&log_path, 0)),
         Ok(None) => {
             pool::give_up_on(child);
             let seconds = TRIAL_TIMEOUT.as_secs();
-            Err(failed(format!("The cluster has not answered within {seconds} s")))
+            Err(format!("The cluster has not answered within {seconds} s"))
         }
-        Err(error) => Err(failed(error.to_string())),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -203,7 +247,7 @@ fn end(path: &Path, process: u32, still_serves: impl FnOnce() -> bool) -> Result
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
@@ -235,7 +279,11 @@ mod tests {
             std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
             let keyring = pool().keyring.filter(|_| key.is_none());
             let asked = RbdPool { keyring, ..pool() };
-            try_to_connect((program.as_path(), directory.path()), &place, &asked, key)
+            let (by, in_time) = ((program.as_path(), directory.path()), in_time());
+            match key {
+                Some(key) => try_key_by(by, &place, &asked, key, in_time),
+                None => remount_by(by, &place, &asked, None, true, in_time).map(drop),
+            }
         };
         let refused = try_it("#!/bin/sh\necho $1 no permission >&2\nexit 1\n", None).unwrap_err();
         assert_eq!(refused.code, ErrorCode::Unreachable);
@@ -246,19 +294,58 @@ mod tests {
         let takes = "#!/bin/sh\n[ \"$(cat)\" = AQ-the-key ]\n";
         try_it(takes, Some(&key)).unwrap();
         let other = SecretBytes::from_wiped(&mut b"AQ-another".to_vec()).unwrap();
-        try_it(takes, Some(&other)).unwrap_err();
+        let refused = try_it(takes, Some(&other)).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unreachable);
+        assert!(refused.detail.contains("not taken for pool 'vms'"), "{refused}");
+        assert!(!refused.detail.contains("stays mounted"), "nobody has looked: {refused}");
         assert!(!place.exists());
     }
 
+    /// When a remount that begins now gives up.
+    fn in_time() -> Instant {
+        Instant::now() + REMOUNT_TIMEOUT
+    }
+
+    #[test]
+    fn a_remount_that_would_not_be_done_in_time_ends_nothing() {
+        if Path::new("/run/systemd/system").is_dir() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let (program, place) =
+            (directory.path().join(PROGRAM_NAME), directory.path().join("mount"));
+        let asked = directory.path().join("asked");
+        // A cluster that is slower than `spare`.
+        let spare = Duration::from_secs(1);
+        let script = format!("#!/bin/sh\necho $1 >> {}\nsleep 1.1\n", asked.display());
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        let by = (program.as_path(), directory.path());
+        let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
+        let late = Instant::now();
+        for refused in [
+            remount_by(by, &place, &pool(), None, false, late).map(drop),
+            try_key_by(by, &place, &pool(), &key, late),
+        ] {
+            assert_eq!(refused.unwrap_err().code, ErrorCode::TimedOut);
+        }
+        assert!(!asked.exists(), "a trial was begun");
+        let give_up = Instant::now() + LEFT_MIN + spare;
+        let refused = remount_by(by, &place, &pool(), None, false, give_up).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::TimedOut);
+        assert!(refused.detail.contains("nothing was changed"), "{refused}");
+        assert_eq!(std::fs::read_to_string(&asked).unwrap(), "--check\n");
+    }
+
     /// A mount whose requests nobody reads.
-    struct Hung {
+    pub(crate) struct Hung {
         fuse: Option<File>,
         directory: tempfile::TempDir,
     }
 
     impl Hung {
         /// None where this user may not mount, or the kernel has no FUSE.
-        fn new() -> Option<Self> {
+        pub(crate) fn new() -> Option<Self> {
             let directory = tempfile::tempdir().unwrap();
             let mut hung = Self { fuse: None, directory };
             let place = hung.place();
@@ -271,7 +358,7 @@ mod tests {
             Some(hung)
         }
 
-        fn place(&self) -> PathBuf {
+        pub(crate) fn place(&self) -> PathBuf {
             self.directory.path().join("pool")
         }
     }
@@ -303,7 +390,7 @@ mod tests {
         std::thread::spawn(move || {
             for only_try in [true, false] {
                 let by = (program.as_path(), run_dir.as_path());
-                let refused = remount_by(by, &place, &pool(), None, only_try);
+                let refused = remount_by(by, &place, &pool(), None, only_try, in_time());
                 let lock = pool::mounting(&place);
                 let is_free = lock.try_lock().is_ok();
                 let _ = answer.send((refused, is_free));
@@ -315,6 +402,7 @@ mod tests {
             let refused = refused.unwrap_err();
             assert_eq!(refused.code, ErrorCode::TimedOut);
             assert!(refused.detail.contains("does not answer: it hangs"), "{refused}");
+            assert!(refused.detail.contains("answers a new connection"), "{refused}");
             assert!(is_free, "starts of VMs would wait");
         }
     }

@@ -53,7 +53,7 @@ use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
 use crate::storage::image_notes::Noted;
 use crate::storage::locked::{Access, open_locked};
-use crate::storage::timed;
+use crate::timed;
 
 /// How much of a header is written before it is flushed, in bytes: the length of each of its two copies, so
 /// that one of them is complete at any time.

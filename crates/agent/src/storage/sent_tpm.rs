@@ -139,8 +139,9 @@ pub async fn keep(
     let dek = arriving.dek.as_ref();
     let dek = dek.ok_or_else(|| internal("a TPM's disk was begun without its key"))?;
     let (key, lock) = (key_of(dek, disk)?, arriving.file.try_clone().map_err(internal)?);
-    let path = Home::of(&arriving.disk.datastore, vm)?.tpm_state(disk);
+    let datastore = arriving.disk.datastore.clone();
     let make = move || {
+        let path = Home::of(&datastore, vm)?.tpm_state(disk);
         let directory = tpm_state::make(&path, slot.tpm())?;
         Ok::<_, Problem>((path, Side { directory, lock, key, slot }))
     };

@@ -19,7 +19,7 @@ use crate::storage::file_error::failed;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::marked;
 use crate::storage::sealed::remove_if_there;
-use crate::storage::timed;
+use crate::timed;
 
 /// The file whose lock the hosts try, in the datastore's directory.
 pub const CHECK_FILE: &str = "vmseal-sharing";

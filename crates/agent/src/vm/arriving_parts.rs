@@ -82,18 +82,21 @@ async fn take_memory(
     keys: ArrivingKeys<'_>,
     link: &mut Link,
 ) -> Result<(), Problem> {
-    let home = Home::of(&disk.disk.datastore, spec.vm)?;
     let (theirs, ours) = UnixStream::pair().map_err(internal)?;
     let carried = link.carry_part(place, ours)?;
     link.send(&Message::Part).await?;
     let (id, spec, apart) = (disk.disk.disk, spec.clone(), keys.apart()?);
+    let datastore = disk.disk.datastore.clone();
     // It ends with the connection, too; then the end of the part does not come.
-    let receive = move || match apart {
-        None => sent_memory::receive(&home, id, &memory, theirs),
-        Some((transit, kek)) => {
-            let mut theirs = theirs;
-            let header = transit.arrived(&spec, &kek, &memory, &mut theirs)?;
-            sent_memory::receive(&home, id, &memory, Cursor::new(header).chain(theirs))
+    let receive = move || {
+        let home = Home::of(&datastore, spec.vm)?;
+        match apart {
+            None => sent_memory::receive(&home, id, &memory, theirs),
+            Some((transit, kek)) => {
+                let mut theirs = theirs;
+                let header = transit.arrived(&spec, &kek, &memory, &mut theirs)?;
+                sent_memory::receive(&home, id, &memory, Cursor::new(header).chain(theirs))
+            }
         }
     };
     spawn_blocking(receive).await.map_err(internal)??;

@@ -36,7 +36,7 @@ use crate::storage::home::Home;
 use crate::storage::layers::{self, Files};
 use crate::storage::locked::Access;
 use crate::storage::opening::Open;
-use crate::storage::timed::SHORT_TIMEOUT;
+use crate::timed::SHORT_TIMEOUT;
 
 /// The version of the line.
 const VERSION: u32 = 1;

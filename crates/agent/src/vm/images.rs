@@ -20,7 +20,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::internal;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
-use crate::storage::timed;
+use crate::timed;
 use vmseal_api::atomic_file::{self, PRIVATE};
 
 /// The version of the record.

@@ -51,7 +51,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record};
 use crate::process::users::Slot;
 use crate::storage::medium;
-use crate::storage::timed;
+use crate::timed;
 
 /// QEMU's status of a guest that has not run yet.
 const NOT_STARTED: &str = "prelaunch";

@@ -20,6 +20,10 @@ use crate::store::datastore_keys;
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 
+/// How many hosts try a new key. Whoever asks waits for a minute, and a host that gets no answer from the cluster takes 13 seconds: ten for the
+/// answer, three until the process that waits for it has ended.
+const TRIALS_MAX: usize = 3;
+
 /// Opens a key that was sealed for a datastore, which is called so in the request.
 fn open(
     services: &Services,
@@ -113,26 +117,38 @@ impl Trial {
     }
 
     /// What the caller has to know.
-    fn warnings(&self, datastore: &str) -> Vec<String> {
+    fn warnings(&self, datastore: &str, dry_run: bool) -> Vec<String> {
         let Self::NotKnown(host) = self else { return Vec::new() };
-        vec![format!(
-            "the key was not tried: the agent of host '{host}' is of an earlier version. Whether the cluster takes it is said by: vmseal datastore remount {datastore} --dry-run"
-        )]
+        let untried =
+            format!("the key was not tried: the agent of host '{host}' is of an earlier version");
+        // A remount tries the key that the server holds: after a dry run that is the former one.
+        vec![match dry_run {
+            true => untried,
+            false => format!(
+                "{untried}. Whether the cluster takes it is said by: vmseal datastore remount {datastore} --dry-run"
+            ),
+        }]
     }
 }
 
-/// Has a host that is connected see whether the cluster takes a key.
+/// Has hosts that are connected see whether the cluster takes a key, one after the other, until one can use it: another one may be unable
+/// for reasons of its own.
 ///
 /// # Errors
-/// `unreachable`: the cluster refuses it, or does not answer the host; or no host is connected.
+/// That of the first host which cannot use it, `unreachable` where the cluster refuses it or does not answer; `unreachable` where no host is
+/// connected.
 async fn have_tried(
     services: &Services,
     datastore: &datastores::Datastore,
     holders: &[&OnHost],
     key: &SecretBytes,
 ) -> Result<Trial, Problem> {
-    let (mut earlier, mut silent) = (None, None);
+    let (mut earlier, mut silent, mut refused) = (None, None, None);
+    let mut trials = 0;
     for on in holders {
+        if trials == TRIALS_MAX {
+            break;
+        }
         let agent = match services.hosts.connected(on.host) {
             Ok(agent) => agent,
             Err(problem) => {
@@ -146,20 +162,22 @@ async fn have_tried(
             earlier = earlier.or_else(|| view.description.map(|_| on.host_name.clone()));
             continue;
         }
+        trials += 1;
         match pool_keys::have_tried(&services.store, &*agent, datastore, on, key).await {
             Ok(()) => return Ok(Trial::Taken(on.host_name.clone())),
             // The host is gone, and not its cluster.
             Err(problem) if is_silence(&problem) && services.hosts.connected(on.host).is_err() => {
                 silent = Some(problem);
             }
-            Err(problem) => {
-                let detail = format!(
-                    "the key is not kept, as host '{}' cannot use it: {}. Keep it untried with --force",
-                    on.host_name, problem.detail
-                );
-                return Err(Problem { detail, ..problem });
-            }
+            Err(problem) => refused = refused.or(Some((on, problem))),
         }
+    }
+    if let Some((on, problem)) = refused {
+        let detail = format!(
+            "the key is not kept, as host '{}' cannot use it: {}. Keep it untried with --force",
+            on.host_name, problem.detail
+        );
+        return Err(Problem { detail, ..problem });
     }
     if let Some(host) = earlier {
         return Ok(Trial::NotKnown(host));
@@ -213,7 +231,7 @@ pub(super) async fn set(
     let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
     let hosts = datastore.hosts.clone();
     let holders = holders(&datastore.name, &hosts)?;
-    let warnings = trial.warnings(&datastore.name);
+    let warnings = trial.warnings(&datastore.name, dry_run);
     let wrapped = pool_keys::wrapped(&services.data_dir, datastore.id, &key)?;
     datastore_keys::set(&mut write, datastore.id, &wrapped).await?;
     let (kind, target) = ("datastore.key-set", datastore.name.as_str());

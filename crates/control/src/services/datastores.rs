@@ -28,14 +28,15 @@ use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks
 const PATH_LEN_MAX: usize = 3072;
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
-    let mounted = |fingerprint: String| {
-        let current = datastore.key.as_ref() == Some(&fingerprint);
-        MountedKey { fingerprint, current }
-    };
-    let shown_on = |on: OnHost| DatastoreHost {
-        host: on.host_name,
-        location: on.location,
-        mounted_key: on.mounted_key.map(mounted),
+    let shown_on = |on: OnHost| {
+        // What is in a keyring now the server does not know.
+        let is_held = pool_keys::is_held_for(&on);
+        let mounted = |fingerprint: String| {
+            let current = is_held && datastore.key.as_ref() == Some(&fingerprint);
+            MountedKey { fingerprint, current }
+        };
+        let mounted_key = on.mounted_key.map(mounted);
+        DatastoreHost { host: on.host_name, location: on.location, mounted_key }
     };
     let hosts = datastore.hosts.into_iter().map(shown_on).collect();
     Datastore {

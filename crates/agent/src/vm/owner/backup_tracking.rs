@@ -26,7 +26,8 @@ use vmseal_api::id::{BackupId, DiskId, SnapshotId};
 use super::{Owner, State};
 use crate::filter::Control;
 use crate::rules::find_disk;
-use crate::storage::{backup, timed};
+use crate::storage::backup;
+use crate::timed;
 use crate::vm::bitmap_files::Kept;
 use crate::vm::internal;
 

@@ -16,7 +16,7 @@ use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::backup::{self, Creating, Restoring, TpmToKeep, Verifying};
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::workers::Workers;
 use crate::vm::{internal, tpm};
 

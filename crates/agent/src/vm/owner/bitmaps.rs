@@ -12,7 +12,7 @@ use super::{Owner, State};
 use crate::filter::{Control, FilterError};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::service::Service;
 use crate::vm::{Reply, internal};
 

@@ -9,7 +9,7 @@ use super::{Owner, State};
 use crate::rules::exclusion::Action;
 use crate::storage::core_file::CoreFile;
 use crate::storage::export::{self, Export};
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::dumping::{Decrypting, Dumping};
 use crate::vm::internal;
 

@@ -26,8 +26,9 @@ use crate::storage::grow::{Growth, Holder};
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Files};
 use crate::storage::locked::{Access, lock_for_successors};
+use crate::storage::opening;
 use crate::storage::replica::length;
-use crate::storage::{opening, timed};
+use crate::timed;
 use crate::vm::{images, internal};
 
 /// Checks that a file is the image that the guest's filter has.

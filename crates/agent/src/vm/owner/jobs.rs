@@ -18,7 +18,7 @@ use crate::storage::disk::{NewDisk, Source};
 use crate::storage::export::{self, Export, ExportRequest};
 use crate::storage::home::Home;
 use crate::storage::layers;
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::internal;
 use crate::vm::report::Report;
 

@@ -13,7 +13,7 @@ use super::{Owner, State};
 use crate::process::panics::{Outcome, outcome};
 use crate::rules;
 use crate::storage::core_file::{of_panics, sweep_panics};
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::panicking::{self, ToDump};
 use crate::vm::running::Running;
 

@@ -14,7 +14,7 @@ use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
 use crate::storage::builder;
 use crate::storage::open;
-use crate::storage::timed;
+use crate::timed;
 use crate::vm::internal;
 use crate::vm::serve::{Memory, Plan};
 use crate::vm::start::{self, go_on};

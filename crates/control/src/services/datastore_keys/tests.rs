@@ -2,7 +2,9 @@ use std::path::Path;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use vmseal_agent::simulated::{Call, SimulatedHost};
 use vmseal_api::datastore::{Messenger, RbdPool};
+use vmseal_api::id::DatastoreId;
 use vmseal_api::passphrase::passphrase_info;
 use vmseal_api::request::ShareDatastore;
 use vmseal_secret::sealed_box::{self, Recipient};
@@ -86,7 +88,7 @@ async fn the_server_holds_the_key_of_a_pool_and_gives_it_to_each_agent_of_its_ho
     let good = || request(Some(sealed(&services, "ceph", &first)));
     let tried = service::add(&services, &me, good(), true).await.unwrap();
     assert!(matches!(tried, Outcome::Planned(_)));
-    let held = |agent: &vmseal_agent::simulated::SimulatedHost| agent.pool_key(Path::new(PLACE));
+    let held = |agent: &SimulatedHost| agent.pool_key(Path::new(PLACE));
     assert_eq!(held(&fixture.agent), None, "a dry run has left it");
     let added = service::add(&services, &me, good(), false).await.unwrap();
     let Outcome::Done(added) = added else { panic!("it is not added") };
@@ -179,9 +181,11 @@ async fn a_key_is_kept_once_a_host_has_tried_it() {
     };
     fixture.eventually("the old agent is connected", is_old).await;
     let Ok(Outcome::Planned(plan)) = set(false, true).await else { panic!("it is not planned") };
-    for warnings in [plan.warnings, done(false).await] {
+    for (warnings, is_kept) in [(plan.warnings, false), (done(false).await, true)] {
         assert_eq!(warnings.len(), 1, "{warnings:?}");
         assert!(warnings[0].contains("host 'here' is of an earlier version"), "{warnings:?}");
+        // It would try the former key.
+        assert_eq!(warnings[0].contains("datastore remount"), is_kept, "{warnings:?}");
     }
     assert!(recorded().await.ends_with("untried"));
 
@@ -193,4 +197,68 @@ async fn a_key_is_kept_once_a_host_has_tried_it() {
     assert_eq!(refused.code, ErrorCode::Unreachable);
     assert!(refused.detail.contains("no host of datastore 'ceph' can try it"), "{refused}");
     assert!(done(true).await.is_empty());
+}
+
+#[tokio::test]
+async fn a_host_that_cannot_use_a_key_does_not_speak_for_the_others() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let (first, second) = (a_key(0x5a), a_key(0xa5));
+    let add = request(Some(sealed(&services, "ceph", &first)));
+    service::add(&services, &me, add, false).await.unwrap();
+    let mut agents = vec![fixture.agent.clone()];
+    // They are asked in the order of their names.
+    for name in ["later-1", "later-2", "later-3"] {
+        agents.push(fixture.add_host(name).await.1);
+        let with = ShareDatastore { host: name.to_owned(), location: None };
+        sharing::share(&services, &me, "ceph", with, false).await.unwrap();
+    }
+    let trials = || {
+        let of = |agent: &SimulatedHost| agent.requests(Call::RemountDatastore).len();
+        agents.iter().map(of).collect::<Vec<_>>()
+    };
+    let set = async || {
+        let change = SetDatastoreKey { key: sealed(&services, "ceph", &second), force: false };
+        service::set_key(&services, &me, "ceph", change, false).await.map(drop)
+    };
+
+    // Three are enough, and the first of them is named.
+    for agent in &agents[..3] {
+        agent.refuse_pool_keys(&[second.as_str()]);
+    }
+    let refused = set().await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unreachable);
+    assert!(refused.detail.contains("host 'here' cannot use it"), "{refused}");
+    assert_eq!(trials(), [1, 1, 1, 0]);
+    assert!(fixture.events("datastore.key-set").await.is_empty());
+
+    agents[1].refuse_pool_keys(&[]);
+    set().await.unwrap();
+    assert_eq!(trials(), [2, 2, 1, 0]);
+    let recorded = fixture.events("datastore.key-set").await.pop().unwrap().detail;
+    assert!(recorded.ends_with("tried on host 'later-1'"), "{recorded}");
+}
+
+#[test]
+fn only_of_a_key_that_the_server_holds_it_says_whether_it_is_the_current_one() {
+    let on = |keyring: Option<&str>| {
+        let mut location = request(None).location;
+        if let DatastoreLocation::Rbd { pool, .. } = &mut location {
+            pool.keyring = keyring.map(Into::into);
+        }
+        let (host, host_name) = (HostId::new(), "here".to_owned());
+        OnHost { host, host_name, location, mounted_key: Some("3fa9c1d2".to_owned()) }
+    };
+    let shown = service::shown(datastores::Datastore {
+        id: DatastoreId::new(),
+        name: "ceph".to_owned(),
+        hosts: vec![on(None), on(Some("/etc/ceph/keyring"))],
+        usage: None,
+        pools: Vec::new(),
+        key: Some("3fa9c1d2".to_owned()),
+    });
+    let current: Vec<_> =
+        shown.hosts.into_iter().map(|on| on.mounted_key.unwrap().current).collect();
+    assert_eq!(current, [true, false]);
 }
