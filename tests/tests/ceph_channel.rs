@@ -18,7 +18,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use vmseal_api::rbd::{ASK_TICKET, MOUNTED_ATTRIBUTE, Mounted};
 use vmseal_channel::{
     Operation, Piece, RING_BYTES, Requester, SLOTS, SharedMemory, TICKET_BYTES, ToFilter, ToServer,
-    receive, send,
+    ZEROES_BYTES_MAX, receive, send,
 };
 use vmseal_tests::ceph::{Cluster, is_installed, said};
 use vmseal_tests::eventually;
@@ -192,6 +192,7 @@ fn who_has_a_file_open_reads_and_writes_its_image_by_queues() {
     breaches(&mount);
     a_lock_outlasts_the_requests(&cluster, &mount);
     the_server_dies(&cluster, &mut mount);
+    is_forced_off(&mut mount);
 }
 
 /// What one way writes the other reads, wherever it is in memory.
@@ -235,6 +236,10 @@ fn data(mount: &Mount) {
         assert_eq!(queue.ask(operation, LONG - 10, &[piece(0, 11)]), libc::EFBIG);
     }
     assert_eq!(queue.ask_of(Operation::Zero, (LONG, 1)), libc::EFBIG);
+    for operation in [Operation::Zero, Operation::ZeroKeepingRoom] {
+        assert_eq!(queue.ask_of(operation, (0, ZEROES_BYTES_MAX)), libc::EFBIG);
+        assert_eq!(queue.ask_of(operation, (0, ZEROES_BYTES_MAX + 1)), libc::EINVAL);
+    }
     assert_eq!(file.metadata().unwrap().len(), LONG);
     many_at_once(&file, &mut queue);
     // Another queue of the same ticket.
@@ -287,6 +292,14 @@ fn rights(mount: &Mount) {
     let mut read = [0; 9];
     file.read_exact_at(&mut read, 0).unwrap();
     assert_eq!(&read, b"as it was");
+    let writer = File::options().write(true).open(mount.path("rights")).unwrap();
+    let (mut writes, _) = attach(&connection, ticket(&writer).unwrap()).unwrap();
+    writes.put(0, b"only read");
+    assert_eq!(writes.ask(Operation::Read, 0, &[piece(0, 9)]), libc::EBADF);
+    assert_eq!(writes.get(0, 9), b"only read", "it reads by a handle that is for writing alone");
+    assert_eq!(writes.ask(Operation::Write, 0, &[piece(0, 9)]), 0);
+    file.read_exact_at(&mut read, 0).unwrap();
+    assert_eq!(&read, b"only read");
     let mut wrong = own;
     wrong[15] ^= 1;
     assert_eq!(refused(wrong), Some(libc::EACCES));
@@ -304,6 +317,8 @@ fn rights(mount: &Mount) {
 
 /// Who breaks the protocol is refused, or loses the queue; others go on.
 fn breaches(mount: &Mount) {
+    /// How many queues of a connection may be refused.
+    const REFUSALS: usize = 64;
     let file = make(&mount.path("breaches")).unwrap();
     file.set_len(LONG).unwrap();
     let connection = connection(mount);
@@ -329,6 +344,14 @@ fn breaches(mount: &Mount) {
     let (mut again, _) = attach(&connection, ticket(&file).unwrap()).unwrap();
     assert_eq!(again.ask(Operation::Read, 0, &[piece(0, 4096)]), 0);
     assert!(mount.log().contains("is dropped"), "{}", mount.log());
+    // Who is refused again and again can attach no more, and keeps the queues that it has.
+    let mut wrong = ticket(&file).unwrap();
+    wrong[0] ^= 1;
+    for _ in 0..REFUSALS {
+        assert_eq!(attach(&connection, wrong).err(), Some(libc::EACCES));
+    }
+    assert_eq!(hear(&connection), None);
+    assert_eq!(again.ask(Operation::Read, 0, &[piece(0, 4096)]), 0);
 }
 
 /// The names of the pool's images.
@@ -389,4 +412,13 @@ fn the_server_dies(cluster: &Cluster, mount: &mut Mount) {
     let (mut queue, size) = attach(&connection, ticket(&file).unwrap()).unwrap();
     assert_eq!(size, LONG);
     assert_eq!(queue.ask(Operation::Read, 0, &[piece(0, 4096)]), 0);
+}
+
+/// A mount that is taken away by force with a queue attached: the process closes the images, and ends.
+fn is_forced_off(mount: &mut Mount) {
+    let file = open(&mount.path("data")).unwrap();
+    let connection = connection(mount);
+    let (queue, _) = attach(&connection, ticket(&file).unwrap()).unwrap();
+    mount.is_forced_off();
+    queue.is_dropped();
 }

@@ -12,6 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Whence, lseek};
 use vmseal_tests::ceph::{Cluster, is_installed, said};
@@ -86,6 +87,14 @@ impl Mount {
         self.process.wait().unwrap();
         self.process = Self::serve(cluster, self.directory.path());
         self.wait();
+    }
+
+    /// Its connection to the kernel ends while files are open; the process ends as it should.
+    pub(crate) fn is_forced_off(&mut self) {
+        // The connection ends first. The mount stays, as it is busy.
+        let unmounted = umount2(&self.path(""), MntFlags::MNT_FORCE);
+        assert!(matches!(unmounted, Ok(()) | Err(nix::errno::Errno::EBUSY)), "{unmounted:?}");
+        assert!(self.process.wait().unwrap().success(), "{}", self.log());
     }
 
     fn unmount(&mut self) {

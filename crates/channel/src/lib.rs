@@ -22,7 +22,9 @@ pub mod memory;
 pub mod message;
 pub mod ring;
 
-pub use limits::{CONNECTIONS_MAX, QUEUES_MAX, REGION_BYTES_MAX, REGIONS_MAX, REQUEST_BYTES_MAX};
+pub use limits::{
+    CONNECTIONS_MAX, QUEUES_MAX, REGION_BYTES_MAX, REGIONS_MAX, REQUEST_BYTES_MAX, ZEROES_BYTES_MAX,
+};
 pub use memory::SharedMemory;
 pub use message::{
     MESSAGE_BYTES, Message, TICKET_BYTES, ToFilter, ToServer, VERSION, receive, ring_doorbell, send,

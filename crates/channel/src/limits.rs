@@ -14,3 +14,7 @@ pub const CONNECTIONS_MAX: usize = 1024;
 
 /// The bytes of a read or write: its pieces may be as long as a cipher's chunk, 1 MiB.
 pub const REQUEST_BYTES_MAX: u64 = 64 << 20;
+
+/// The bytes of a request for zeroes, as a filter asks for at most: a guest's discard has 1 GiB (`DISCARD_SECTORS_MAX`), and copies, replicas
+/// and clients of NBD have less in one request.
+pub const ZEROES_BYTES_MAX: u64 = 1 << 30;

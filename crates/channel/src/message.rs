@@ -28,6 +28,10 @@ const DESCRIPTORS_MAX: usize = 2;
 /// Room for the descriptors of a message: for more than it may have, so that surplus ones come, and are closed.
 const CONTROL_WORDS: usize = 8;
 
+/// A descriptor of the sender's process (linux/socket.h), which comes with each message once somebody has asked for that (`SO_PASSPIDFD`,
+/// Linux 6.5) on a socket that is then passed on.
+const SCM_PIDFD: libc::c_int = 4;
+
 const ATTACH: u32 = 1;
 const SHARE: u32 = 2;
 const DOORBELL: u32 = 3;
@@ -250,11 +254,21 @@ fn receive_datagram(socket: BorrowedFd<'_>, bytes: &mut [u8], wait: bool) -> io:
     unsafe {
         let mut next = libc::CMSG_FIRSTHDR(&raw const header);
         while let Some(control) = next.as_ref() {
-            if (control.cmsg_level, control.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            let of_socket = control.cmsg_level == libc::SOL_SOCKET;
+            if of_socket && matches!(control.cmsg_type, libc::SCM_RIGHTS | SCM_PIDFD) {
                 let length = control.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
                 let numbers = libc::CMSG_DATA(control).cast::<RawFd>();
                 for index in 0..length / size_of::<RawFd>() {
-                    fds.push(OwnedFd::from_raw_fd(numbers.add(index).read_unaligned()));
+                    let number = numbers.add(index).read_unaligned();
+                    // In the place of a process that is gone stands an error.
+                    if number < 0 {
+                        continue;
+                    }
+                    let fd = OwnedFd::from_raw_fd(number);
+                    // That of a process is no part of any message: it is closed here.
+                    if control.cmsg_type == libc::SCM_RIGHTS {
+                        fds.push(fd);
+                    }
                 }
             }
             next = libc::CMSG_NXTHDR(&raw const header, control);
@@ -348,6 +362,38 @@ mod tests {
         sent_with(&[3; MESSAGE_BYTES + 1], 1);
         sent_with(&ToServer::Doorbell.encode(), DESCRIPTORS_MAX + 1);
         sent_with(&ToServer::Doorbell.encode(), 4 * CONTROL_WORDS);
+    }
+
+    /// How many descriptors of processes this one has.
+    fn pidfds() -> usize {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let names = open.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+        names.filter(|name| name.to_string_lossy().contains("pidfd")).count()
+    }
+
+    #[test]
+    fn a_descriptor_that_the_kernel_adds_is_closed() {
+        /// asm-generic/socket.h
+        const SO_PASSPIDFD: libc::c_int = 76;
+        let (one, other) = pair();
+        let asks: libc::c_int = 1;
+        // SAFETY: the value outlives the call, and is as long as is said.
+        let asked = unsafe {
+            let (value, length) = ((&raw const asks).cast(), size_of_val(&asks) as u32);
+            libc::setsockopt(other.as_raw_fd(), libc::SOL_SOCKET, SO_PASSPIDFD, value, length)
+        };
+        if asked < 0 {
+            let error = io::Error::last_os_error();
+            assert_eq!(error.raw_os_error(), Some(libc::ENOPROTOOPT), "{error}");
+            return;
+        }
+        for count in 0..=DESCRIPTORS_MAX {
+            let fds = vec![one.as_fd(); count];
+            send(one.as_fd(), &ToServer::Doorbell, &fds).unwrap();
+            let (message, fds) = receive::<ToServer>(other.as_fd(), true).unwrap().unwrap();
+            assert_eq!((message, fds.len()), (ToServer::Doorbell, count));
+        }
+        assert_eq!(pidfds(), 0);
     }
 
     #[test]

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use fuser::{
     BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
-    INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents,
-    PollFlags, PollNotifier, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
-    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags,
+    PollNotifier, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use vmseal_api::rbd::{ASK_TICKET, ASK_WHOLE, Mounted, WHOLE};
 
@@ -34,7 +34,7 @@ use crate::image_layout;
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store};
-use crate::open_files::OpenFiles;
+use crate::open_files::{OpenFiles, Rights};
 use crate::rooms::Rooms;
 
 /// How long the kernel may know names: not at all, as other hosts change them.
@@ -71,6 +71,8 @@ pub struct FileSystem {
     locks: Arc<Locks>,
     /// For filters that do without FUSE.
     service: Arc<Service>,
+    /// Left by the service when nobody uses it any more.
+    served: Arc<Gate>,
     /// Handles that are being released.
     releases: Arc<Gate>,
     listings: Mutex<HashMap<u64, Arc<Vec<Entry>>>>,
@@ -92,10 +94,6 @@ fn text(name: &OsStr) -> io::Result<&str> {
 
 fn inode(of: INodeNo) -> Inode {
     Inode(of.0)
-}
-
-fn is_written(flags: i32) -> bool {
-    OpenFlags(flags).acc_mode() != OpenAccMode::O_RDONLY
 }
 
 /// What a lock of `fcntl(2)` is; none: no lock.
@@ -123,7 +121,8 @@ impl FileSystem {
         let directories = Arc::new(Directories::new(Arc::clone(&store.pool)));
         let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
         let (store, open) = (Arc::new(store), Arc::new(OpenFiles::default()));
-        let service = Arc::new(Service::new(Arc::clone(&open), Arc::clone(&store)));
+        let served = Arc::<Gate>::default();
+        let service = Service::new(Arc::clone(&open), Arc::clone(&store), served.enter());
         Self {
             cluster,
             pools,
@@ -133,7 +132,8 @@ impl FileSystem {
             directories,
             locks,
             open,
-            service,
+            service: Arc::new(service),
+            served,
             releases: Arc::default(),
             listings: Mutex::default(),
             last_listing: AtomicU64::new(0),
@@ -183,7 +183,7 @@ impl FileSystem {
             return Err(io::Error::from_raw_os_error(libc::EISDIR));
         }
         self.known(inode, directory, name);
-        let handle = self.open.open(&self.store, inode, is_written(flags))?;
+        let handle = self.open.open(&self.store, inode, Rights::of(OpenFlags(flags)))?;
         match self.attributes(inode) {
             Ok((attr, known)) => Ok((attr, known, handle)),
             Err(error) => {
@@ -249,7 +249,8 @@ impl FileSystem {
         writable: bool,
         work: impl FnOnce(&OpenFile) -> io::Result<T>,
     ) -> io::Result<T> {
-        let handle = self.open.open(&self.store, inode, writable)?;
+        let rights = Rights { reads: true, writes: writable };
+        let handle = self.open.open(&self.store, inode, rights)?;
         let done = self.open.of_handle(handle).and_then(|file| work(&file));
         self.close(inode, handle);
         done
@@ -398,7 +399,7 @@ impl Filesystem for FileSystem {
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let opened = self.open.open(&self.store, inode(ino), is_written(flags.0));
+        let opened = self.open.open(&self.store, inode(ino), Rights::of(flags));
         answer(reply, opened, |reply, handle| reply.opened(FileHandle(handle), OPENED));
     }
 

@@ -39,6 +39,8 @@ pub struct Image {
     size: AtomicU64,
     /// Whether its bytes go around several objects.
     striped: bool,
+    /// How many bytes are in one object before the next one follows: all that an object has, unless it is striped.
+    unit: u64,
     /// The image is closed before its pool.
     _pool: Arc<Pool>,
 }
@@ -175,15 +177,18 @@ impl Image {
         ) -> c_int,
     ) -> io::Result<Self> {
         let name = text(name)?;
-        let (mut handle, mut around) = (ptr::null_mut(), 1);
+        let (mut handle, mut around, mut unit) = (ptr::null_mut(), 1, 1);
         // SAFETY: the pool is open; the handle is written if the call succeeds.
         checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
-        let mut image =
-            Self { handle, size: AtomicU64::new(0), striped: false, _pool: Arc::clone(pool) };
+        let size = AtomicU64::new(0);
+        let mut image = Self { handle, size, striped: false, unit, _pool: Arc::clone(pool) };
         image.learn_size()?;
         // SAFETY: the image is open; the count is written.
         checked(unsafe { (loaded().rbd.rbd_get_stripe_count)(handle, &raw mut around) })?;
         image.striped = around > 1;
+        // SAFETY: as above.
+        checked(unsafe { (loaded().rbd.rbd_get_stripe_unit)(image.handle, &raw mut unit) })?;
+        image.unit = unit.max(1);
         Ok(image)
     }
 
@@ -353,19 +358,30 @@ impl Image {
         });
     }
 
-    /// Writes what is in memory of others; it is not needed any more when this returns.
+    /// Writes what is in memory of others.
     pub fn write_from(
         &self,
         offset: u64,
-        parts: &Parts,
+        parts: Parts,
         done: impl FnOnce(io::Result<()>) + Send + 'static,
     ) {
         let (handle, (vectors, count)) = (self.handle, parts.vectors());
-        let done = |result: io::Result<u64>, _| done(result.map(drop));
+        let done = move |result: io::Result<u64>, _| {
+            drop(parts);
+            done(result.map(drop));
+        };
         self.start(Vec::new(), Box::new(done), |_, completion| {
-            // SAFETY: librbd copies the bytes before it returns (`rbd_disable_zero_copy_writes`).
+            // SAFETY: librbd uses the vectors, and the memory that they name, at most until the operation is done; the parts live as
+            // long. It copies the bytes before it returns (`rbd_disable_zero_copy_writes`), unless the pool or the image is configured
+            // otherwise (`rbd config image set`), which goes before what the process says.
             unsafe { (loaded().rbd.rbd_aio_writev)(handle, vectors, count, offset, completion) }
         });
+    }
+
+    /// In how many objects a part is, at most.
+    #[must_use]
+    pub fn objects(&self, part: &Range<u64>) -> u64 {
+        touched(part, self.unit)
     }
 
     /// Makes what has been answered durable.
@@ -499,6 +515,11 @@ fn in_order(mut parts: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ordered
 }
 
+/// How many pieces of `unit` bytes a part touches.
+fn touched(part: &Range<u64>, unit: u64) -> u64 {
+    part.end.div_ceil(unit).saturating_sub(part.start / unit)
+}
+
 /// Whether an image has a map of its objects that is right.
 fn has_map(features: u64, flags: u64) -> bool {
     features & FEATURES_OF_MAP == FEATURES_OF_MAP && flags & FLAGS_OF_WRONG_MAP == 0
@@ -535,6 +556,13 @@ mod tests {
         let told = vec![0..4, 8..12, 4..8, 20..24, 12..14];
         assert_eq!(in_order(told), [0..14, 20..24]);
         assert_eq!(in_order(Vec::new()), Vec::<Range<u64>>::new());
+    }
+
+    #[test]
+    fn objects_count_that_a_part_is_in_with_one_byte() {
+        for (part, expected) in [(0..4, 1), (0..5, 2), (3..5, 2), (4..8, 1), (7..17, 4)] {
+            assert_eq!(touched(&part, 4), expected, "{part:?}");
+        }
     }
 
     #[test]

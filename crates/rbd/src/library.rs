@@ -183,6 +183,7 @@ functions! {
         fn rbd_close(Image) -> c_int;
         fn rbd_get_size(Image, *mut u64) -> c_int;
         fn rbd_get_stripe_count(Image, *mut u64) -> c_int;
+        fn rbd_get_stripe_unit(Image, *mut u64) -> c_int;
         fn rbd_get_features(Image, *mut u64) -> c_int;
         fn rbd_get_flags(Image, *mut u64) -> c_int;
         fn rbd_resize(Image, u64) -> c_int;

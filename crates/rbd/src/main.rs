@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use clap::Parser;
@@ -46,6 +47,9 @@ const CHECK_SECONDS: u32 = 15;
 
 /// How many threads take requests: those that ask the cluster about names wait for the answer.
 const THREADS: usize = 4;
+
+/// How long it is waited for those that serve filters when the mount has ended: as long as several requests to a cluster that answers.
+const FILTERS_END: Duration = Duration::from_secs(10);
 
 /// Mounts a pool of a Ceph cluster as a datastore: long files are RBD images, short ones objects. It serves until the directory is
 /// unmounted (umount DIRECTORY).
@@ -267,7 +271,7 @@ fn serve(
     if let Some(listener) = listener {
         listener.serve(file_system.service()).context("filters are not served: no thread")?;
     }
-    let releases = file_system.releases();
+    let (releases, served) = (file_system.releases(), file_system.served());
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);
     let Ok(fuse) = mount.recv() else { return Ok(()) };
@@ -276,10 +280,27 @@ fn serve(
     let session = Session::from_fd(file_system, fuse, SessionACL::All, config)
         .context("the kernel's FUSE does not answer")?;
     tracing::info!(directory = %options.directory.display(), "mounted");
-    session.run().context("the file system ended")?;
+    let ended = session.run().context("the file system ended");
     releases.wait();
+    if !served.wait_for(FILTERS_END) {
+        end_at_once(&ended);
+    }
+    ended?;
     tracing::info!("unmounted");
     Ok(())
+}
+
+/// Ends the process without cleaning up: a thread is still in the library.
+fn end_at_once(ended: &anyhow::Result<()>) -> ! {
+    if let Err(error) = ended {
+        tracing::error!("{error:#}");
+    }
+    tracing::error!(
+        seconds = FILTERS_END.as_secs(),
+        "requests of filters have not ended: the process ends without closing their images"
+    );
+    // SAFETY: it only ends the process.
+    unsafe { libc::_exit(libc::EXIT_FAILURE) }
 }
 
 /// The mount point, also where a process that served it has died.

@@ -4,9 +4,29 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use fuser::{OpenAccMode, OpenFlags};
+
 use crate::directory::Nameless;
 use crate::inode::Inode;
 use crate::open_file::{OpenFile, Store};
+
+/// What a handle may do with its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rights {
+    /// It may read.
+    pub reads: bool,
+    /// It may write.
+    pub writes: bool,
+}
+
+impl Rights {
+    /// Those of a handle that is opened with these flags.
+    #[must_use]
+    pub fn of(flags: OpenFlags) -> Self {
+        let mode = flags.acc_mode();
+        Self { reads: mode != OpenAccMode::O_WRONLY, writes: mode != OpenAccMode::O_RDONLY }
+    }
+}
 
 /// All open files.
 #[derive(Default)]
@@ -15,8 +35,7 @@ pub struct OpenFiles(Mutex<Tables>);
 #[derive(Default)]
 struct Tables {
     files: HashMap<Inode, Known>,
-    /// With whether it was opened to write.
-    handles: HashMap<u64, (Arc<OpenFile>, bool)>,
+    handles: HashMap<u64, (Arc<OpenFile>, Rights)>,
     last_handle: u64,
 }
 
@@ -38,7 +57,7 @@ impl OpenFiles {
     ///
     /// # Errors
     /// As [`OpenFile::open`].
-    pub fn open(&self, store: &Store, inode: Inode, writable: bool) -> io::Result<u64> {
+    pub fn open(&self, store: &Store, inode: Inode, rights: Rights) -> io::Result<u64> {
         let slot = {
             let mut tables = self.tables();
             let known = tables.files.entry(inode).or_insert_with(|| Known {
@@ -52,8 +71,8 @@ impl OpenFiles {
         let opened = {
             let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
             match &*slot {
-                Some(file) => file.open_again(store, writable).map(|()| Arc::clone(file)),
-                None => OpenFile::open(store, inode, writable)
+                Some(file) => file.open_again(store, rights.writes).map(|()| Arc::clone(file)),
+                None => OpenFile::open(store, inode, rights.writes)
                     .map(|file| Arc::clone(slot.insert(Arc::new(file)))),
             }
         };
@@ -62,7 +81,7 @@ impl OpenFiles {
             Ok(file) => {
                 tables.last_handle += 1;
                 let handle = tables.last_handle;
-                tables.handles.insert(handle, (file, writable));
+                tables.handles.insert(handle, (file, rights));
                 Ok(handle)
             }
             Err(error) => {
@@ -81,13 +100,13 @@ impl OpenFiles {
         file.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))
     }
 
-    /// Whether a handle was opened to write.
+    /// What a handle may do.
     ///
     /// # Errors
     /// `EBADF`.
-    pub fn is_written(&self, handle: u64) -> io::Result<bool> {
-        let writable = self.tables().handles.get(&handle).map(|(_, writable)| *writable);
-        writable.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))
+    pub fn rights(&self, handle: u64) -> io::Result<Rights> {
+        let rights = self.tables().handles.get(&handle).map(|(_, rights)| *rights);
+        rights.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF))
     }
 
     /// A file, if it is open.
@@ -132,5 +151,21 @@ impl Tables {
             return None;
         }
         self.files.remove(&inode)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_may_do_what_it_was_opened_for() {
+        let rights = |flags| {
+            let Rights { reads, writes } = Rights::of(OpenFlags(flags | libc::O_NOATIME));
+            (reads, writes)
+        };
+        assert_eq!(rights(libc::O_RDONLY), (true, false));
+        assert_eq!(rights(libc::O_WRONLY), (false, true));
+        assert_eq!(rights(libc::O_RDWR), (true, true));
     }
 }

@@ -11,25 +11,31 @@ use vmseal_channel::{ToServer, receive};
 use crate::channel::queue::Queue;
 use crate::channel::service::Service;
 
+/// How many queues of a connection may be refused, each with a line in the log: a filter whose queue is refused uses its file instead,
+/// and tries again with the next one.
+const REFUSALS_MAX: usize = 64;
+
 struct Connection {
-    /// None when the filter has closed it: its queues are served on.
+    /// None when the filter has closed it, or may attach no more: its queues are served on.
     socket: Option<OwnedFd>,
     queues: Vec<Queue>,
+    /// How many were refused.
+    refused: usize,
 }
 
 /// Serves a connection until the filter has closed it and all its queues, or the file system is gone.
 pub fn serve(socket: OwnedFd, service: &Weak<Service>) {
-    let mut connection = Connection { socket: Some(socket), queues: Vec::new() };
+    let mut connection = Connection { socket: Some(socket), queues: Vec::new(), refused: 0 };
     loop {
-        {
+        let more = {
             // Not kept while it waits: the images are closed with the file system.
             let Some(service) = service.upgrade() else { return };
-            connection.work(&service);
-        }
+            connection.work(&service)
+        };
         if connection.is_closed() {
             return;
         }
-        let ready = match connection.wait() {
+        let ready = match connection.wait(more) {
             Ok(ready) => ready,
             Err(error) => {
                 tracing::error!(%error, "a filter's connection is not served any more");
@@ -46,31 +52,30 @@ impl Connection {
         self.socket.is_none() && self.queues.is_empty()
     }
 
-    /// Begins all requests that wait, of each queue in turn.
-    fn work(&mut self, service: &Service) {
-        let mut more = true;
-        while more {
-            more = false;
-            self.queues.retain(|queue| match queue.take(service) {
-                Ok(waits) => {
-                    more |= waits;
-                    true
-                }
-                Err(ending) => {
-                    ending.log();
-                    false
-                }
-            });
-        }
+    /// Begins requests that wait, of each queue a turn; whether more may wait.
+    fn work(&mut self, service: &Service) -> bool {
+        let mut more = false;
+        self.queues.retain(|queue| match queue.take(service) {
+            Ok(waits) => {
+                more |= waits;
+                true
+            }
+            Err(ending) => {
+                ending.log();
+                false
+            }
+        });
+        more
     }
 
-    /// Waits until a socket has something; which ones, that of the connection first, if it is open.
-    fn wait(&self) -> io::Result<Vec<bool>> {
+    /// Waits until a socket has something, but not where there is more to do; which ones have, that of the connection first, if it is open.
+    fn wait(&self, more: bool) -> io::Result<Vec<bool>> {
+        let timeout = if more { PollTimeout::ZERO } else { PollTimeout::NONE };
         let own = self.socket.iter().map(AsFd::as_fd);
         let sockets = own.chain(self.queues.iter().map(Queue::socket));
         let mut fds: Vec<_> = sockets.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         loop {
-            match poll(&mut fds, PollTimeout::NONE) {
+            match poll(&mut fds, timeout) {
                 Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),
                 Ok(_) => return Ok(fds.iter().map(|fd| fd.any().unwrap_or(true)).collect()),
@@ -99,7 +104,17 @@ impl Connection {
                 Ok(None) => return false,
                 Ok(Some((ToServer::Attach { ticket }, fds))) => {
                     let others = self.queues.len();
-                    self.queues.extend(Queue::attach(service, &ticket, fds, others));
+                    match Queue::attach(service, &ticket, fds, others) {
+                        Some(queue) => self.queues.push(queue),
+                        None => self.refused += 1,
+                    }
+                    if self.refused >= REFUSALS_MAX {
+                        tracing::warn!(
+                            most = REFUSALS_MAX,
+                            "a filter attaches no more queues: too many were refused"
+                        );
+                        return false;
+                    }
                 }
                 Ok(Some(_)) => {
                     tracing::warn!("a filter says on its connection what belongs to a queue");

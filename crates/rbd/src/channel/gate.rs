@@ -1,6 +1,7 @@
 //! Counts what is at work on something, and waits for it once nothing more may begin.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Work goes in and out, until it is shut.
 #[derive(Default)]
@@ -41,10 +42,24 @@ impl Gate {
         state.inside > 0
     }
 
+    /// Whether it is shut.
+    #[must_use]
+    pub fn is_shut(&self) -> bool {
+        self.state().shut
+    }
+
     /// Waits until nothing is inside.
     pub fn wait(&self) {
         let left = self.empty.wait_while(self.state(), |state| state.inside > 0);
         drop(left.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// The same, for at most this long; false: something is inside.
+    #[must_use]
+    pub fn wait_for(&self, most: Duration) -> bool {
+        let left = self.empty.wait_timeout_while(self.state(), most, |state| state.inside > 0);
+        let (state, _) = left.unwrap_or_else(PoisonError::into_inner);
+        state.inside == 0
     }
 }
 
@@ -61,7 +76,6 @@ impl Drop for Inside {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::{RecvTimeoutError, channel};
-    use std::time::Duration;
 
     use super::*;
 
@@ -70,7 +84,9 @@ mod tests {
         let gate = Arc::new(Gate::default());
         let (one, other) = (gate.enter().unwrap(), gate.enter().unwrap());
         drop(one);
+        assert!(!gate.is_shut());
         assert!(gate.shut());
+        assert!(gate.is_shut());
         assert!(gate.enter().is_none());
         let (tell, told) = channel();
         let waits = Arc::clone(&gate);
@@ -81,10 +97,12 @@ mod tests {
         // It cannot end before the other has left.
         let early = told.recv_timeout(Duration::from_millis(50));
         assert_eq!(early, Err(RecvTimeoutError::Timeout));
+        assert!(!gate.wait_for(Duration::ZERO));
         drop(other);
         told.recv().unwrap();
         waiter.join().unwrap();
         assert!(!gate.shut());
         gate.wait();
+        assert!(gate.wait_for(Duration::ZERO));
     }
 }

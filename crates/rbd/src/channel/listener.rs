@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -32,15 +32,21 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Makes it. What another process has left there is replaced: the caller knows that none serves it.
+    /// Makes it. A socket that another process has left there is replaced: the caller knows that none serves it.
     ///
     /// # Errors
-    /// Those of the file system; `InvalidInput` where the path is too long for a socket or is no text.
+    /// `AlreadyExists` where something else is there; those of the file system; `InvalidInput` where the path is too long for a socket
+    /// or is no text.
     pub fn bind(path: &Path) -> io::Result<Self> {
         let name = path.to_str().ok_or(io::ErrorKind::InvalidInput)?;
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+        match path.symlink_metadata() {
+            Ok(there) if there.file_type().is_socket() => std::fs::remove_file(path)?,
+            Ok(_) => {
+                let what = "there is something that is no socket";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
         let flags = SockFlag::SOCK_CLOEXEC;
         let made = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)?;
@@ -120,5 +126,10 @@ mod tests {
         }
         let long = directory.path().join("x".repeat(120));
         Listener::bind(&long).err().unwrap();
+        let other = directory.path().join("other.sock");
+        std::fs::write(&other, "a record").unwrap();
+        let refused = Listener::bind(&other).err().unwrap();
+        assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&other).unwrap(), b"a record");
     }
 }

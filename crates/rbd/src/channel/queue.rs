@@ -1,13 +1,14 @@
 //! A queue: requests of a filter for one image, and their answers.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use nix::sys::socket::{SockType, getsockopt, sockopt};
+use nix::sys::socket::{Shutdown, SockType, getsockopt, shutdown, sockopt};
 use vmseal_channel::{
     Answerer, Broken, Operation, QUEUES_MAX, REGION_BYTES_MAX, REGIONS_MAX, REQUEST_BYTES_MAX,
-    RING_BYTES, SharedMemory, Submission, ToFilter, ToServer, receive, ring_doorbell, send,
+    RING_BYTES, SharedMemory, Submission, ToFilter, ToServer, ZEROES_BYTES_MAX, receive,
+    ring_doorbell, send,
 };
 
 use crate::channel::budget::Taken;
@@ -19,6 +20,9 @@ use crate::parts::{Parts, Regions};
 
 /// How many requests of a queue are begun before the next queue has its turn.
 const TURN: usize = 32;
+
+/// What zeroes in one object count for in the budget, in bytes: librbd makes a request to each object that they are in, which has no data.
+const ZEROES_OF_OBJECT: u64 = 4 << 10;
 
 /// Why a queue ends.
 #[derive(Debug, thiserror::Error)]
@@ -75,6 +79,20 @@ struct Line {
     socket: Arc<OwnedFd>,
 }
 
+impl Line {
+    /// Wakes the filter. One that cannot be woken would wait for its answers for ever: its socket ends, and the filter with that, and
+    /// its successor makes the requests again.
+    fn ring(&self) {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset};
+        let Err(error) = ring_doorbell(self.socket.as_fd(), &ToFilter::Doorbell) else { return };
+        // Else the filter is gone, which the thread that serves the queue sees.
+        if !matches!(error.kind(), BrokenPipe | ConnectionReset) {
+            tracing::warn!(%error, "a filter is not told that it has answers: its queue ends");
+        }
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+    }
+}
+
 /// The answer to a request, which is to be given.
 struct Answer {
     line: Arc<Line>,
@@ -89,8 +107,7 @@ impl Answer {
     fn give(self, done: io::Result<()>) {
         let errno = done.err().map_or(0, |error| number(&error));
         if self.line.answerer.answer(self.slot, errno) {
-            // A filter that is gone is seen by the thread that serves the queue.
-            let _ = ring_doorbell(self.line.socket.as_fd(), &ToFilter::Doorbell);
+            self.line.ring();
         }
     }
 }
@@ -239,26 +256,32 @@ impl Queue {
             Operation::Flush if image.has_grown() => answer.give(file.flush(&service.store)),
             Operation::Flush => image.image().flush(move |done| answer.give(done)),
             _ if length == 0 => answer.give(Ok(())),
-            Operation::Zero => {
-                image.image().write_zeroes(part, false, move |done| answer.give(done));
-            }
-            Operation::ZeroKeepingRoom => {
-                image.image().write_zeroes(part, true, move |done| answer.give(done));
+            Operation::Zero | Operation::ZeroKeepingRoom => {
+                let bytes = image.image().objects(&part) * ZEROES_OF_OBJECT;
+                answer._bytes = Some(self.room(service, bytes)?);
+                let takes_room = request.operation == Operation::ZeroKeepingRoom;
+                image.image().write_zeroes(part, takes_room, move |done| answer.give(done));
             }
             Operation::Read => {
                 let parts = self.parts(request)?;
-                answer._bytes = Some(service.budget.take(length));
+                answer._bytes = Some(self.room(service, length)?);
                 image.image().read_into(offset, parts, move |read| {
                     answer.give(read.and_then(|read| whole(read, length)));
                 });
             }
             Operation::Write => {
                 let parts = self.parts(request)?;
-                answer._bytes = Some(service.budget.take(length));
-                image.image().write_from(offset, &parts, move |done| answer.give(done));
+                answer._bytes = Some(self.room(service, length)?);
+                image.image().write_from(offset, parts, move |done| answer.give(done));
             }
         }
         Ok(())
+    }
+
+    /// Takes room for a request, and waits for it. When the file is closed meanwhile, the filter is gone: the request is not begun.
+    fn room(&self, service: &Service, bytes: u64) -> Result<Taken, Ending> {
+        let taken = service.budget.take(bytes);
+        if self.holder.gate.is_shut() { Err(Ending::Closed) } else { Ok(taken) }
     }
 
     fn parts(&self, request: &Submission) -> Result<Parts, Ending> {
@@ -268,16 +291,18 @@ impl Queue {
     /// The image, if the request may be done with it.
     fn image(&self, file: &OpenFile, request: &Submission) -> io::Result<Arc<FileImage>> {
         let image = file.image().ok_or_else(|| error(libc::EBADF))?;
-        let (changes, has_data) = match request.operation {
-            Operation::Read => (false, true),
-            Operation::Write => (true, true),
+        let rights = self.holder.rights;
+        let writes = rights.writes && image.is_writable();
+        let (may, length_max) = match request.operation {
+            Operation::Read => (rights.reads, REQUEST_BYTES_MAX),
+            Operation::Write => (writes, REQUEST_BYTES_MAX),
             Operation::Flush => return Ok(image),
-            Operation::Zero | Operation::ZeroKeepingRoom => (true, false),
+            Operation::Zero | Operation::ZeroKeepingRoom => (writes, ZEROES_BYTES_MAX),
         };
-        if changes && !(self.holder.writable && image.is_writable()) {
+        if !may {
             return Err(error(libc::EBADF));
         }
-        if has_data && request.length > REQUEST_BYTES_MAX {
+        if request.length > length_max {
             return Err(error(libc::EINVAL));
         }
         let part = request.offset..request.offset.saturating_add(request.length);
@@ -295,4 +320,41 @@ fn whole(read: u64, length: u64) -> io::Result<()> {
     }
     tracing::error!(read, length, "an image gives less than it was asked for");
     Err(error(libc::EIO))
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::socket::{AddressFamily, SockFlag, socketpair};
+
+    use super::*;
+
+    /// A line, and the filter's end of it.
+    fn line() -> (Line, OwnedFd) {
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let (own, filters) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
+        let answerer = Answerer::new(SharedMemory::create(RING_BYTES).unwrap()).unwrap();
+        (Line { answerer, socket: Arc::new(own) }, filters)
+    }
+
+    #[test]
+    fn a_filter_that_cannot_be_woken_loses_its_queue() {
+        let (line, filters) = line();
+        let says = || send(filters.as_fd(), &ToServer::Doorbell, &[]);
+        line.ring();
+        let (heard, _) = receive::<ToFilter>(filters.as_fd(), false).unwrap().unwrap();
+        assert_eq!(heard, ToFilter::Doorbell);
+        // Doorbells fail from now on, and nothing else does.
+        shutdown(line.socket.as_raw_fd(), Shutdown::Write).unwrap();
+        says().unwrap();
+        line.ring();
+        assert_eq!(says().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn a_filter_whose_socket_is_full_keeps_its_queue() {
+        let (line, filters) = line();
+        while send(line.socket.as_fd(), &ToFilter::Doorbell, &[]).is_ok() {}
+        line.ring();
+        send(filters.as_fd(), &ToServer::Doorbell, &[]).unwrap();
+    }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::channel::budget::Budget;
+use crate::channel::gate::Inside;
 use crate::channel::tickets::Tickets;
 use crate::open_file::Store;
 use crate::open_files::OpenFiles;
@@ -13,12 +14,15 @@ pub struct Service {
     pub(crate) store: Arc<Store>,
     pub(crate) tickets: Tickets,
     pub(crate) budget: Arc<Budget>,
+    /// Left last, after the images are closed.
+    _inside: Option<Inside>,
 }
 
 impl Service {
-    /// That of a store's open files.
+    /// That of a store's open files; it stays inside of a gate until nobody uses it any more.
     #[must_use]
-    pub fn new(files: Arc<OpenFiles>, store: Arc<Store>) -> Self {
-        Self { files, store, tickets: Tickets::default(), budget: Arc::default() }
+    pub fn new(files: Arc<OpenFiles>, store: Arc<Store>, inside: Option<Inside>) -> Self {
+        let (tickets, budget) = (Tickets::default(), Arc::default());
+        Self { files, store, tickets, budget, _inside: inside }
     }
 }

@@ -9,6 +9,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use vmseal_channel::TICKET_BYTES;
 
 use crate::channel::gate::Gate;
+use crate::open_files::Rights;
 
 // Both contracts say how long a ticket is.
 const _: () = assert!(TICKET_BYTES == vmseal_api::rbd::TICKET_BYTES);
@@ -20,8 +21,8 @@ pub type Ticket = [u8; TICKET_BYTES];
 pub struct Holder {
     /// The handle.
     pub handle: u64,
-    /// Whether it was opened to write.
-    pub writable: bool,
+    /// What it may do.
+    pub rights: Rights,
     /// Where requests go in; it is shut when the handle is released.
     pub gate: Arc<Gate>,
     /// The sockets of its queues.
@@ -49,14 +50,14 @@ impl Tickets {
     ///
     /// # Errors
     /// The system gives no random bytes.
-    pub fn of(&self, handle: u64, writable: bool) -> io::Result<Ticket> {
+    pub fn of(&self, handle: u64, rights: Rights) -> io::Result<Ticket> {
         let mut all = self.all();
         if let Some((ticket, _)) = all.get(&handle) {
             return Ok(*ticket);
         }
         let ticket = random()?;
         let (gate, sockets) = (Arc::default(), Mutex::default());
-        all.insert(handle, (ticket, Arc::new(Holder { handle, writable, gate, sockets })));
+        all.insert(handle, (ticket, Arc::new(Holder { handle, rights, gate, sockets })));
         Ok(ticket)
     }
 
@@ -102,12 +103,14 @@ mod tests {
     #[test]
     fn a_ticket_is_of_one_handle_and_ends_with_it() {
         let tickets = Tickets::default();
-        let (one, other) = (tickets.of(1, true).unwrap(), tickets.of(2, false).unwrap());
+        let both = Rights { reads: true, writes: true };
+        let reads = Rights { reads: true, writes: false };
+        let (one, other) = (tickets.of(1, both).unwrap(), tickets.of(2, reads).unwrap());
         assert_ne!(one, other);
-        assert_eq!(tickets.of(1, true).unwrap(), one);
+        assert_eq!(tickets.of(1, both).unwrap(), one);
         let holder = tickets.find(&one).unwrap();
-        assert_eq!((holder.handle, holder.writable), (1, true));
-        assert!(!tickets.find(&other).unwrap().writable);
+        assert_eq!((holder.handle, holder.rights), (1, both));
+        assert_eq!(tickets.find(&other).unwrap().rights, reads);
         assert!(tickets.find(&[0; TICKET_BYTES]).is_none());
         let (here, there) = UnixStream::pair().unwrap();
         let socket = Arc::new(OwnedFd::from(here));

@@ -84,6 +84,12 @@ impl FileSystem {
         &self.service
     }
 
+    /// Who serves filters is inside, for who ends the process: it waits until the images are closed.
+    #[must_use]
+    pub fn served(&self) -> Arc<Gate> {
+        Arc::clone(&self.served)
+    }
+
     /// The handles that are being released, for who ends the process: it waits for them.
     #[must_use]
     pub fn releases(&self) -> Arc<Gate> {
@@ -96,7 +102,7 @@ impl FileSystem {
         if of.is_directory() || self.mounted.channel.is_none() {
             return Err(io::Error::from_raw_os_error(libc::ENOTTY));
         }
-        self.service.tickets.of(handle, self.open.is_written(handle)?)
+        self.service.tickets.of(handle, self.open.rights(handle)?)
     }
 
     pub(super) fn close(&self, inode: Inode, handle: u64) {
