@@ -7,8 +7,8 @@
 //!  discard      passed if holes read as zeroes, else completed without doing anything
 //!  flush        passed
 //!
-//!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty) | Draining (all sealed, or failed)
-//!            Waiting --a buffer came back--> Ready       Draining --last child up--> complete
+//!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty, or too many chunks) | Draining (all sealed, or failed)
+//!            Waiting --a chunk came back--> Ready        Draining --last child up--> complete
 //! ```
 //! Where storage shares memory with another process, the bounce buffers are in such memory. What is in them is ciphertext, also
 //! while it is made: nothing is encrypted in place. What that process changes meanwhile is its own ciphertext; it learns nothing by it.
@@ -89,6 +89,10 @@ const SHARED_BUFFERS_MAX: usize = 64;
 /// The memory of shared buffers, in bytes: four of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
 const SHARED_POOL_BYTES: usize = 16 << 20;
 
+/// The most chunks under way where buffers are shared: twice what the ring of such storage has slots for. A chain and its layers have tables
+/// for each that there may be, in memory that is locked and not shared, and these buffers have 4096 blocks.
+const SHARED_CHILDREN_MAX: usize = 512;
+
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
@@ -121,6 +125,14 @@ impl Chunk {
         match self {
             Self::Small | Self::Large => BUFFERS_MAX,
             Self::Shared => SHARED_BUFFERS_MAX,
+        }
+    }
+
+    /// The most chunks of all requests under way, in so many blocks: each has a buffer of at least one.
+    fn children_max(self, blocks: usize) -> usize {
+        match self {
+            Self::Small | Self::Large => blocks,
+            Self::Shared => blocks.min(SHARED_CHILDREN_MAX),
         }
     }
 }
@@ -156,6 +168,9 @@ pub struct Crypt {
     encrypt: Xts,
     decrypt: Xts,
     pool: Pool,
+    /// Chunks under way, of all requests, and the most that there may be.
+    children: usize,
+    children_max: usize,
     sampler: Sampler,
     /// Writes in flight, by request.
     sealing: Vec<Option<Sealing>>,
@@ -182,16 +197,19 @@ impl Crypt {
         pool_bytes: usize,
         times: Arc<CipherTime>,
     ) -> Result<Self, CryptError> {
+        let pool = match chunk {
+            Chunk::Small | Chunk::Large => Pool::new(pool_bytes)?,
+            Chunk::Shared => Pool::shared(pool_bytes)?,
+        };
         Ok(Self {
             holes,
             chunk,
             takes_lent: false,
             encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
             decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
-            pool: match chunk {
-                Chunk::Small | Chunk::Large => Pool::new(pool_bytes)?,
-                Chunk::Shared => Pool::shared(pool_bytes)?,
-            },
+            children: 0,
+            children_max: chunk.children_max(pool.blocks()),
+            pool,
             sampler: Sampler::new(times),
             sealing: Vec::new(),
             buffers: Vec::new(),
@@ -234,8 +252,11 @@ impl Crypt {
     }
 
     /// Takes buffers for the next chunk of a write of which `left` bytes are not sealed yet. Returns the length that
-    /// they hold, 0 if there is no buffer.
+    /// they hold, 0 if there is no buffer, or as many chunks are under way as there may be.
     fn take_buffers(&mut self, left: u64) -> u64 {
+        if self.children == self.children_max {
+            return 0;
+        }
         let wanted = left.min(self.chunk.bytes(self.pool.blocks() * BLOCK));
         let mut held = 0;
         while held < wanted && self.taken.len() < self.chunk.buffers_max() {
@@ -252,6 +273,7 @@ impl Crypt {
         let Some(state) = self.sealing[id.index()].as_mut() else { return Ok(()) };
         let at = io.request(id).offset + state.sealed;
         let child = io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload)?;
+        self.children += 1;
         let (zeroes, timed) = (io.request(id).operation != Operation::Write, self.sampler.begin());
         let (cipher, scratch, mut done) = (&mut self.encrypt, &mut self.scratch, 0);
         for buffer in &self.taken {
@@ -264,6 +286,7 @@ impl Crypt {
             };
             if sealed.is_err() {
                 io.release(child);
+                self.children -= 1;
                 return Err(IoError::Cipher);
             }
             io.lend(child, &self.pool, buffer, length);
@@ -290,6 +313,7 @@ impl Crypt {
         let result = io.request(child).result;
         self.buffers[child.index()].drain(..).for_each(|buffer| self.pool.give(buffer));
         io.release(child);
+        self.children -= 1;
         if let Some(state) = self.sealing[parent.index()].as_mut() {
             state.chunks -= 1;
             state.failed = state.failed.or(result.err());
@@ -451,8 +475,7 @@ fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsErro
 
 impl Filter for Crypt {
     fn limits(&self) -> Limits {
-        // A child has a buffer of at least one block.
-        Limits { children: self.pool.blocks() }
+        Limits { children: self.children_max }
     }
 
     fn prepare(&mut self, capacity: usize) {
