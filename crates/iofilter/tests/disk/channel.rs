@@ -123,6 +123,38 @@ fn more_than_the_buffers_hold_is_done_in_turn() {
 }
 
 #[test]
+fn what_needs_no_buffers_goes_past_reads_that_wait_for_them() {
+    let (_memory, server) = over_memory();
+    let mut chain = encrypted(Some(Holes::Zero)).chain_over(server.queue()).unwrap();
+    let seen = || server.seen.lock().unwrap();
+    // Until the server has the memory that writes are sealed into.
+    let mut data = vec![7; 4096];
+    let by_reference = |seen: &[(Asked, u64, Option<u32>)]| seen.iter().any(|it| it.2 > Some(0));
+    for _ in 0..100 {
+        if by_reference(&seen()) {
+            break;
+        }
+        blocking::move_bytes(&mut chain, Operation::Write, &mut data, 0).unwrap();
+    }
+    assert!(by_reference(&seen()), "what is sealed is always copied");
+    seen().clear();
+    // One more than there are buffers for.
+    let mut reads = vec![vec![0; 4 * MIB]; BUFFER_BYTES / (4 * MIB) + 1];
+    for (index, read) in reads.iter_mut().enumerate() {
+        begin(&mut chain, Operation::Read, index * 4 * MIB, read, 4 * MIB);
+    }
+    begin(&mut chain, Operation::Write, 21 * MIB, &mut data, 4096);
+    for (operation, length) in [(Operation::Flush, 0), (Operation::Discard, 4096)] {
+        let id = chain.begin().unwrap();
+        chain.submit(id, operation, 22 * MIB as u64, length, 0);
+    }
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    let asked: Vec<Asked> = seen().iter().map(|seen| seen.0).collect();
+    let (read, write) = (Asked::Read, Asked::Write);
+    assert_eq!(asked, [read, read, read, read, write, Asked::Flush, Asked::Zero, read]);
+}
+
+#[test]
 fn zeroes_are_asked_for_and_kept_room_is_not_given_back() {
     for keeps_room in [false, true] {
         let (memory, server) = over_memory();

@@ -7,6 +7,7 @@
 //!  any of them ──the server breaks the protocol──> failed
 //! ```
 //! A request that waits in the line has no buffer, and lent ones come back without help of this queue: so the line always goes on.
+//! One that needs no buffers goes past it.
 //!
 //! `poll` shows the server all that was submitted since the last one, by one doorbell at most. Before it lets the thread sleep it
 //! reads the doorbells that have come, and then looks for answers once more: from then on the server rings for the next answer.
@@ -167,6 +168,17 @@ impl Queue {
         }
         let keeps = operation != Operation::Discard && zeroes.load(Ordering::Relaxed);
         keeps.then_some(Asked::ZeroKeepingRoom)
+    }
+
+    /// Whether a request need not wait behind those that wait for buffers. A flush covers what was answered before it.
+    fn needs_no_buffers(&self, request: &Request) -> bool {
+        match request.operation {
+            Operation::Read => false,
+            Operation::Write => {
+                request.data.shared_arena().is_some_and(|arena| self.regions.have(arena))
+            }
+            Operation::Flush | Operation::Discard | Operation::WriteZeroes { .. } => true,
+        }
     }
 
     /// Does through the file what the server cannot do otherwise.
@@ -518,7 +530,8 @@ impl Storage for Queue {
             return io.complete(id, answer);
         }
         self.flights[id.index()].done = 0;
-        let started = if self.line.is_empty() { self.start(id, io) } else { Ok(false) };
+        let goes = self.line.is_empty() || self.needs_no_buffers(io.request(id));
+        let started = if goes { self.start(id, io) } else { Ok(false) };
         if !matches!(started, Ok(true)) {
             self.line.push_back(id);
         }
