@@ -123,6 +123,31 @@ fn more_than_the_buffers_hold_is_done_in_turn() {
 }
 
 #[test]
+fn a_read_for_which_there_are_only_short_buffers_goes_in_parts() {
+    let (_memory, server) = over_memory();
+    let mut chain = encrypted(Some(Holes::Zero)).chain_over(server.queue()).unwrap();
+    let mut all = random_bytes(&mut fastrand::Rng::with_seed(seed()), SIZE);
+    begin(&mut chain, Operation::Write, 0, &mut all, MIB);
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    server.seen.lock().unwrap().clear();
+    // A short one before the last has one of the 64 buffers of 64 KiB that are left, so that 63 are whole.
+    let lengths = [4 * MIB, 4 * MIB, 4 * MIB, 4096, 4 * MIB];
+    let mut reads = lengths.map(|length| vec![0xee; length]);
+    for (index, read) in reads.iter_mut().enumerate() {
+        let length = read.len();
+        begin(&mut chain, Operation::Read, index * 4 * MIB, read, length);
+    }
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    for (index, read) in reads.iter().enumerate() {
+        let at = index * 4 * MIB;
+        assert!(*read == all[at..at + read.len()], "{index}");
+    }
+    let asked: Vec<u64> = server.seen.lock().unwrap().iter().map(|seen| seen.1).collect();
+    let (whole, short) = (4 * MIB as u64, 32 << 10);
+    assert_eq!(asked, [whole, whole, whole, 4096, whole - short, short]);
+}
+
+#[test]
 fn what_needs_no_buffers_goes_past_reads_that_wait_for_them() {
     let (_memory, server) = over_memory();
     let mut chain = encrypted(Some(Holes::Zero)).chain_over(server.queue()).unwrap();

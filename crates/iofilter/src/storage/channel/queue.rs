@@ -258,8 +258,10 @@ impl Queue {
             held += buffer.len() as u64;
             flight.buffers.push(buffer);
         }
-        // One that may be lent waits for all of its buffers, rather than being copied in parts.
-        if held < left && request.takes_lent && flight.done == 0 && left <= LENT_MAX {
+        // One that may be lent waits for all of its buffers, rather than being copied in parts; but not for longer ones where it has as
+        // many as a request can have.
+        let ran_out = held < left && flight.buffers.len() < PIECES_MAX;
+        if ran_out && request.takes_lent && flight.done == 0 && left <= LENT_MAX {
             flight.buffers.drain(..).for_each(|buffer| self.pool.give(buffer));
             return 0;
         }
