@@ -80,6 +80,9 @@ impl Layer for Encryption {
 /// The most chunks of one request in flight, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;
 
+/// The same where buffers are shared: a chunk may be a quarter of them.
+const SHARED_CHUNKS_MAX: u32 = 3;
+
 /// The most buffers of one chunk.
 const BUFFERS_MAX: usize = 8;
 
@@ -125,6 +128,14 @@ impl Chunk {
         match self {
             Self::Small | Self::Large => BUFFERS_MAX,
             Self::Shared => SHARED_BUFFERS_MAX,
+        }
+    }
+
+    /// The most chunks of one request under way.
+    fn chunks_max(self) -> u32 {
+        match self {
+            Self::Small | Self::Large => CHUNKS_MAX,
+            Self::Shared => SHARED_CHUNKS_MAX,
         }
     }
 
@@ -231,7 +242,8 @@ impl Crypt {
         let length = io.request(id).length;
         loop {
             let Some(state) = self.sealing[id.index()].as_ref() else { return };
-            if state.failed.is_some() || state.sealed == length || state.chunks == CHUNKS_MAX {
+            let all_under_way = state.chunks == self.chunk.chunks_max();
+            if state.failed.is_some() || state.sealed == length || all_under_way {
                 return self.finish_if_drained(id, length, io);
             }
             let bytes = self.take_buffers(length - state.sealed);

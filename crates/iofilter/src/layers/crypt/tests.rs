@@ -204,6 +204,15 @@ fn no_more_chunks_are_under_way_than_there_are_tables_for_and_further_ones_wait(
     assert_eq!(asked.lengths.iter().sum::<u64>(), (4 * SECTOR as u64) + (900 << 10));
 }
 
+#[test]
+fn a_long_write_leaves_a_quarter_of_the_shared_buffers_to_others() {
+    let (chunk, short) = (1 << 20, SECTOR as u64);
+    let asked = written(crypt(Chunk::Shared, 4 << 20), &[8 << 20, SECTOR]);
+    assert_eq!(asked.lengths[..4], [chunk, chunk, chunk, short], "the short one waits");
+    assert_eq!(asked.lengths.iter().sum::<u64>(), (8 << 20) + short);
+    assert_eq!(asked.most, 4);
+}
+
 /// Storage that leaves what is read in memory of its own, where it is asked to.
 struct Lends(Vec<u8>);
 
