@@ -154,20 +154,10 @@ impl Queue {
         match request.operation {
             Operation::Read | Operation::Write | Operation::Flush => None,
             Operation::Discard | Operation::WriteZeroes { .. } => {
-                self.zeroing(request.operation).is_none().then(|| self.without(request))
+                let asked = zeroing(&self.target, request.operation);
+                asked.is_none().then(|| self.without(request))
             }
         }
-    }
-
-    /// How the server is asked for zeroes; none if it need not be, or cannot do that.
-    fn zeroing(&self, operation: Operation) -> Option<Asked> {
-        let (punches, zeroes) = (&self.target.punches, &self.target.zeroes);
-        let may_be_holes = operation != Operation::WriteZeroes { unmap: false };
-        if may_be_holes && punches.load(Ordering::Relaxed) {
-            return Some(Asked::Zero);
-        }
-        let keeps = operation != Operation::Discard && zeroes.load(Ordering::Relaxed);
-        keeps.then_some(Asked::ZeroKeepingRoom)
     }
 
     /// Whether a request need not wait behind those that wait for buffers. A flush covers what was answered before it.
@@ -205,8 +195,7 @@ impl Queue {
             }
             Operation::Flush => (Asked::Flush, 0),
             Operation::Discard | Operation::WriteZeroes { .. } => {
-                // What it cannot do may have been found out since the request was submitted.
-                (self.zeroing(request.operation).unwrap_or(Asked::Zero), request.length)
+                (zeroing_or_refusal(&self.target, request.operation), request.length)
             }
         };
         let flight = &mut self.flights[id.index()];
@@ -493,6 +482,24 @@ impl Queue {
     }
 }
 
+/// How the server is asked for zeroes; none if it need not be, or cannot do that.
+fn zeroing(target: &FileTarget, operation: Operation) -> Option<Asked> {
+    let may_be_holes = operation != Operation::WriteZeroes { unmap: false };
+    if may_be_holes && target.punches.load(Ordering::Relaxed) {
+        return Some(Asked::Zero);
+    }
+    let keeps = operation != Operation::Discard && target.zeroes.load(Ordering::Relaxed);
+    keeps.then_some(Asked::ZeroKeepingRoom)
+}
+
+/// The same of a request that has waited: what the server cannot do may have been found out meanwhile. It refuses that
+/// once more then, and the request is done without it. It is not asked for holes where room is to be kept.
+fn zeroing_or_refusal(target: &FileTarget, operation: Operation) -> Asked {
+    let is_discard = operation == Operation::Discard;
+    let refused = if is_discard { Asked::Zero } else { Asked::ZeroKeepingRoom };
+    zeroing(target, operation).unwrap_or(refused)
+}
+
 /// Whether an error of the queue's socket says that the server is gone.
 fn says_gone(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
@@ -588,3 +595,6 @@ impl Drop for Queue {
         self.finish();
     }
 }
+
+#[cfg(test)]
+mod tests;
