@@ -2,12 +2,14 @@
 //! or break the protocol.
 
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::process::Command;
 
 use vmseal_api::filter::{DelaySpec, Holes};
-use vmseal_channel::{Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, send};
+use vmseal_channel::{
+    Answerer, Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, ring_doorbell, send,
+};
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::stack::blocking;
@@ -267,26 +269,34 @@ fn a_server_that_refuses_leaves_the_file() {
     }
 }
 
+/// Attaches the next queue.
+fn attach(servers: &OwnedFd) -> (OwnedFd, Answerer) {
+    let (socket, answerer) = accept(servers).unwrap();
+    let attached = ToFilter::Attached { errno: 0, size: SIZE as u64 };
+    send(socket.as_fd(), &attached, &[]).unwrap();
+    let (share, _memory) = receive::<ToServer>(socket.as_fd(), true).unwrap().unwrap();
+    assert!(matches!(share, ToServer::Share { region: 0, .. }));
+    send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
+    (socket, answerer)
+}
+
+/// Waits for a request; its slot.
+fn next_slot(socket: &OwnedFd, answerer: &Answerer) -> u32 {
+    loop {
+        if let Some(request) = answerer.next().unwrap() {
+            return request.slot;
+        }
+        assert!(receive::<ToServer>(socket.as_fd(), true).unwrap().is_some());
+    }
+}
+
 /// Attaches a queue to a server that does this at the first request, with what it answers by and the request's slot.
-fn with_server(
-    file: &File,
-    then: impl FnOnce(std::os::fd::OwnedFd, vmseal_channel::Answerer, u32) + Send + 'static,
-) -> Chain {
+fn with_server(file: &File, then: impl FnOnce(OwnedFd, Answerer, u32) + Send + 'static) -> Chain {
     let (connection, servers) = pair();
     let disk = disk(connection, SIZE as u64, file);
     std::thread::spawn(move || {
-        let (socket, answerer) = accept(&servers).unwrap();
-        let attached = ToFilter::Attached { errno: 0, size: SIZE as u64 };
-        send(socket.as_fd(), &attached, &[]).unwrap();
-        let (share, _memory) = receive::<ToServer>(socket.as_fd(), true).unwrap().unwrap();
-        assert!(matches!(share, ToServer::Share { region: 0, .. }));
-        send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
-        let slot = loop {
-            if let Some(request) = answerer.next().unwrap() {
-                break request.slot;
-            }
-            assert!(receive::<ToServer>(socket.as_fd(), true).unwrap().is_some());
-        };
+        let (socket, answerer) = attach(&servers);
+        let slot = next_slot(&socket, &answerer);
         then(socket, answerer, slot);
     });
     let queue = disk.queue();
@@ -295,8 +305,8 @@ fn with_server(
 }
 
 #[test]
-fn a_server_that_breaks_the_protocol_costs_its_queue_and_no_more() {
-    type Breaks = fn(&std::os::fd::OwnedFd, &vmseal_channel::Answerer, u32);
+fn a_server_that_breaks_the_protocol_fails_the_requests_of_its_queue() {
+    type Breaks = fn(&OwnedFd, &Answerer, u32);
     let ways: [(&str, Breaks); 3] = [
         ("a message that was not asked for", |socket, _, _| {
             send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
@@ -337,6 +347,40 @@ fn a_server_that_breaks_the_protocol_costs_its_queue_and_no_more() {
         let read = blocking::move_bytes(&mut chain, Operation::Read, &mut later, 0);
         assert_eq!((read, blocking::flush(&mut chain)), (lost, lost), "{way}");
     }
+}
+
+#[test]
+fn a_queue_whose_server_breaks_the_protocol_fails_the_whole_disk_as_its_writes_may_still_land() {
+    let (connection, servers) = pair();
+    let file = tempfile::tempfile().unwrap();
+    let disk = disk(connection, SIZE as u64, &file);
+    let server = std::thread::spawn(move || {
+        let ((broken, its_answerer), (other, answerer)) = (attach(&servers), attach(&servers));
+        next_slot(&broken, &its_answerer);
+        send(broken.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
+        // The other one would answer.
+        while receive::<ToServer>(other.as_fd(), true).is_ok_and(|message| message.is_some()) {
+            while let Some(request) = answerer.next().unwrap() {
+                let _ = answerer.answer(request.slot, 0);
+                ring_doorbell(other.as_fd(), &ToFilter::Doorbell).unwrap();
+            }
+        }
+    });
+    let [mut broken, mut other] = [disk.queue(), disk.queue()].map(|queue| {
+        assert!(queue.shares_memory());
+        plain_chain(queue)
+    });
+    let mut beside = plain_chain(disk.blocking_queue());
+    let lost: Result<(), IoError> = Err(IoError::Device(libc::EIO));
+    let mut data = [7; 4096];
+    for chain in [&mut broken, &mut other, &mut beside] {
+        for operation in [Operation::Write, Operation::Read] {
+            assert_eq!(blocking::move_bytes(chain, operation, &mut data, 0), lost);
+        }
+        assert_eq!(blocking::flush(chain), lost);
+    }
+    drop((broken, other));
+    server.join().unwrap();
 }
 
 /// Run by [`a_server_that_leaves_ends_the_process`], in a process of its own.

@@ -38,7 +38,7 @@ use crate::storage::channel::connection::{Attached, BUFFER_BYTES, Connection};
 use crate::storage::channel::regions::{OWN, Regions};
 use crate::storage::served;
 use crate::storage::sync;
-use crate::storage::target::FileTarget;
+use crate::storage::target::{BROKEN, FileTarget};
 
 /// The longest read that is left in the buffers, in bytes: what one request to the server has at most. Other reads go in parts.
 const LENT_MAX: u64 = (PIECES_MAX * BLOCKS_MAX * BLOCK) as u64;
@@ -51,9 +51,6 @@ const MESSAGES_MAX: usize = 64;
 
 /// The pause before a doorbell is tried again that the system had no memory for.
 const RETRY: Duration = Duration::from_millis(1);
-
-/// The error of a queue whose server has broken the protocol.
-const LOST: IoError = IoError::Device(libc::EIO);
 
 /// How the server has broken the protocol.
 #[derive(Debug, thiserror::Error)]
@@ -146,7 +143,7 @@ impl Queue {
     /// Whether the server need not be asked.
     fn answered_here(&self, request: &Request) -> Option<Result<(), IoError>> {
         if self.link.is_none() {
-            return Some(Err(LOST));
+            return Some(Err(BROKEN));
         }
         if let Err(refusal) = self.target.allows(request) {
             return Some(Err(refusal));
@@ -444,14 +441,16 @@ impl Queue {
         }
     }
 
-    /// Gives the server up: what is under way fails, and all that comes.
+    /// Gives the server up: what is under way fails, and all that comes, by the disk's other queues, too.
     fn lose(&mut self, why: &Violation, io: &mut Io<'_>) {
         let requests = self.in_ring() + self.line.len();
         tracing::error!(%why, requests, "vmseal-rbd breaks the protocol of its channel; the disk's requests fail. Look at its log, then stop and start the VM");
         self.link = None;
+        // Before the requests fail: the guest may write again then.
+        self.target.give_up();
         let in_ring = self.slots.iter_mut().filter_map(Option::take);
         for id in in_ring.chain(self.line.drain(..)) {
-            io.complete(id, Err(LOST));
+            io.complete(id, Err(BROKEN));
         }
     }
 
@@ -585,6 +584,7 @@ impl Storage for Queue {
         if let Err(why) = self.wait_for_all() {
             tracing::error!(%why, requests = self.in_ring(), "vmseal-rbd breaks the protocol of its channel; its answers are not waited for");
             self.link = None;
+            self.target.give_up();
         }
         true
     }
