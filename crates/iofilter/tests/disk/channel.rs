@@ -269,6 +269,18 @@ fn a_server_that_refuses_leaves_the_file() {
     }
 }
 
+#[test]
+fn a_server_that_does_not_answer_is_waited_for_once() {
+    let ((connection, servers), file) = (pair(), tempfile::tempfile().unwrap());
+    let disk = disk(connection, SIZE as u64, &file);
+    for _ in 0..3 {
+        assert!(!disk.queue().shares_memory());
+    }
+    let heard = || receive::<ToServer>(servers.as_fd(), false).map(|heard| heard.is_some());
+    assert!(heard().unwrap(), "it is not asked");
+    assert_eq!(heard().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it is asked again");
+}
+
 /// Attaches the next queue.
 fn attach(servers: &OwnedFd) -> (OwnedFd, Answerer) {
     let (socket, answerer) = accept(servers).unwrap();

@@ -9,6 +9,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -22,8 +23,9 @@ use vmseal_channel::{
 use crate::stack::pool::Pool;
 use crate::storage::served;
 
-/// How long a server may take to attach a queue: it opens nothing and asks no cluster for that.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a server may take to attach a queue: it opens nothing and asks no cluster for that. A VM that starts, or goes on after
+/// its filter has ended, waits for it.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The buffers of one queue, in bytes: four requests of the longest kind. They take memory as they are first used.
 pub const BUFFER_BYTES: usize = 16 << 20;
@@ -33,6 +35,8 @@ pub const BUFFER_BYTES: usize = 16 << 20;
 pub struct Connection {
     socket: OwnedFd,
     ticket: [u8; TICKET_BYTES],
+    /// Whether the server has not answered in time: it is not waited for again, for each further queue.
+    late: AtomicBool,
 }
 
 /// A queue that the server serves.
@@ -55,14 +59,25 @@ impl Connection {
     /// A connected socket, and the ticket of a file.
     #[must_use]
     pub fn new(socket: OwnedFd, ticket: [u8; TICKET_BYTES]) -> Self {
-        Self { socket, ticket }
+        Self { socket, ticket, late: AtomicBool::new(false) }
     }
 
     /// Attaches a queue to the file, which ends at `end` or behind that.
     ///
     /// # Errors
-    /// The server refuses, or is gone, or does not answer.
+    /// The server refuses, or is gone, or does not answer. Where it has not answered for one, all later ones fail at once.
     pub(super) fn attach(&self, end: u64) -> io::Result<Attached> {
+        if self.late.load(Ordering::Relaxed) {
+            return Err(late("the server has not answered for an earlier queue"));
+        }
+        let attached = self.try_attach(end);
+        if attached.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+            self.late.store(true, Ordering::Relaxed);
+        }
+        attached
+    }
+
+    fn try_attach(&self, end: u64) -> io::Result<Attached> {
         let until = Instant::now() + TIMEOUT;
         let requester = Requester::new(SharedMemory::create(RING_BYTES)?);
         let pool = Pool::shared(BUFFER_BYTES)?;
@@ -93,6 +108,10 @@ impl Connection {
 
 fn unasked() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the server answers what it was not asked")
+}
+
+fn late(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, what.into())
 }
 
 /// Sends a message, and waits for room for it.
@@ -136,8 +155,8 @@ fn wait(socket: BorrowedFd<'_>, events: PollFlags, until: Instant) -> io::Result
         let mut fds = [PollFd::new(socket, events)];
         match ppoll(&mut fds, Some(TimeSpec::from(left)), None) {
             Ok(0) => {
-                let what = format!("the server has not answered for {} seconds", TIMEOUT.as_secs());
-                return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+                let seconds = TIMEOUT.as_secs();
+                return Err(late(format!("the server has not answered for {seconds} seconds")));
             }
             Ok(_) => return Ok(()),
             Err(Errno::EINTR) => {}
