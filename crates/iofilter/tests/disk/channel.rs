@@ -5,13 +5,15 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::process::Command;
+use std::sync::mpsc::channel;
 
-use vmseal_api::filter::{DelaySpec, Holes};
+use vmseal_api::filter::{Budget, DelaySpec, Holes, LimitSpec};
 use vmseal_channel::{
     Answerer, Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, ring_doorbell, send,
 };
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::layers::limit::Limit;
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::chain::{Chain, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
@@ -304,6 +306,14 @@ fn next_slot(socket: &OwnedFd, answerer: &Answerer) -> u32 {
 
 /// Attaches a queue to a server that does this at the first request, with what it answers by and the request's slot.
 fn with_server(file: &File, then: impl FnOnce(OwnedFd, Answerer, u32) + Send + 'static) -> Chain {
+    plain_chain(queue_of_server(file, then))
+}
+
+/// The same, without a chain over the queue.
+fn queue_of_server(
+    file: &File,
+    then: impl FnOnce(OwnedFd, Answerer, u32) + Send + 'static,
+) -> Box<dyn Storage> {
     let (connection, servers) = pair();
     let disk = disk(connection, SIZE as u64, file);
     std::thread::spawn(move || {
@@ -313,7 +323,47 @@ fn with_server(file: &File, then: impl FnOnce(OwnedFd, Answerer, u32) + Send + '
     });
     let queue = disk.queue();
     assert!(queue.shares_memory());
-    plain_chain(queue)
+    queue
+}
+
+/// The first request is answered, and its doorbell is late: the next one waits for its turn above the queue then.
+#[test]
+fn a_late_doorbell_does_not_keep_the_thread_awake_that_waits_for_something_else() {
+    let (ring, ringing) = channel();
+    let (rang, has_rung) = channel();
+    let queue = queue_of_server(&tempfile::tempfile().unwrap(), move |socket, answerer, slot| {
+        let answer = |slot| {
+            let _ = answerer.answer(slot, 0);
+            ring_doorbell(socket.as_fd(), &ToFilter::Doorbell).unwrap();
+        };
+        answer(slot);
+        ringing.recv().unwrap();
+        ring_doorbell(socket.as_fd(), &ToFilter::Doorbell).unwrap();
+        rang.send(()).unwrap();
+        answer(next_slot(&socket, &answerer));
+        // Until the queue is closed.
+        while receive::<ToServer>(socket.as_fd(), true).is_ok_and(|message| message.is_some()) {}
+    });
+    let requests = Some(Budget { per_second: 2, burst: 1 });
+    let limit = Limit::new(&LimitSpec { requests, bytes: None });
+    let limit = limit.filter(&Place::simple(SIZE as u64)).unwrap();
+    let mut chain = Chain::new(SIZE as u64, false, vec![limit], queue).unwrap();
+    let mut data = [7; 4096];
+    assert_eq!(blocking::move_bytes(&mut chain, Operation::Write, &mut data, 0), Ok(()));
+    begin(&mut chain, Operation::Write, 4096, &mut data, 4096);
+    chain.poll();
+    ring.send(()).unwrap();
+    has_rung.recv().unwrap();
+    let (mut woken, mut done) = (0, None);
+    while done.is_none() {
+        chain.wait([], None).unwrap();
+        woken += 1;
+        chain.poll();
+        done = chain.next_done();
+    }
+    assert_eq!(done.map(|done| done.result), Some(Ok(())));
+    // By the time that it waits for, by the answer, and by few other doorbells.
+    assert!(woken < 20, "woken {woken} times in half a second");
 }
 
 #[test]
