@@ -19,7 +19,7 @@ use vmseal_iofilter::stack::chain::{Chain, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{IoError, Operation};
-use vmseal_iofilter::storage::channel::connection::BUFFER_BYTES;
+use vmseal_iofilter::storage::channel::BUFFER_BYTES;
 use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::channel_server::{ChannelServer, accept, disk, pair};
@@ -281,6 +281,19 @@ fn a_server_that_does_not_answer_is_waited_for_once() {
     let heard = || receive::<ToServer>(servers.as_fd(), false).map(|heard| heard.is_some());
     assert!(heard().unwrap(), "it is not asked");
     assert_eq!(heard().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it is asked again");
+}
+
+#[test]
+fn queues_that_would_share_too_much_memory_go_through_the_file() {
+    let memory = MemDisk::new(SIZE);
+    let chains = (0..18).map(|_| plain_chain(memory.queue())).collect();
+    let server = ChannelServer::start(chains, SIZE as u64);
+    let mut queues: Vec<_> = (0..16).map(|_| server.queue()).collect();
+    assert!(!server.disk().queue().shares_memory());
+    // What a queue has shared is counted no more when it goes.
+    queues.truncate(15);
+    queues.push(server.queue());
+    assert!(!server.disk().queue().shares_memory());
 }
 
 /// Attaches the next queue.

@@ -30,6 +30,7 @@ use crate::stack::layer::{Boundary, Layer, Place};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
+use crate::storage::channel::BUFFER_BYTES;
 
 // What the contract between filters calls a sector is what the cipher does.
 const _: () = assert!(SECTOR == CRYPT_SECTOR as usize);
@@ -90,7 +91,7 @@ const BUFFERS_MAX: usize = 8;
 const SHARED_BUFFERS_MAX: usize = 64;
 
 /// The memory of shared buffers, in bytes: four of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
-const SHARED_POOL_BYTES: usize = 16 << 20;
+const SHARED_POOL_BYTES: usize = BUFFER_BYTES;
 
 /// The most chunks under way where buffers are shared: twice what the ring of such storage has slots for. A chain and its layers have tables
 /// for each that there may be, in memory that is locked and not shared, and these buffers have 4096 blocks.

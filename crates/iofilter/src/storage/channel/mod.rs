@@ -14,9 +14,11 @@
 //! Where the server breaks the protocol, all requests of the disk fail from then on: what one queue has written may still land. Nothing
 //! of its memory is believed twice ([`queue`]). A server that is gone ends this process, as the file's own errors do ([`super::served`]).
 
+mod budget;
 pub mod connection;
 mod queue;
 mod regions;
 
+pub use budget::{BUFFER_BYTES, SHARED_BYTES_MAX};
 pub use connection::Connection;
 pub(super) use queue::Queue;

@@ -34,7 +34,8 @@ use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::channel::connection::{Attached, BUFFER_BYTES, Connection};
+use crate::storage::channel::budget::{BUFFER_BYTES, Taken};
+use crate::storage::channel::connection::{Attached, Connection};
 use crate::storage::channel::regions::{OWN, Regions};
 use crate::storage::served;
 use crate::storage::sync;
@@ -106,6 +107,8 @@ pub(in crate::storage) struct Queue {
     /// Whether a doorbell is due that could not be sent.
     due: bool,
     deadline: Option<Instant>,
+    /// Given back when the memory is, too.
+    _taken: Taken,
 }
 
 impl Queue {
@@ -118,7 +121,7 @@ impl Queue {
         target: Arc<FileTarget>,
     ) -> io::Result<Self> {
         let end = target.end.unwrap_or(target.offset);
-        let Attached { socket, requester, pool } = connection.attach(end)?;
+        let Attached { socket, requester, pool, taken } = connection.attach(end)?;
         Ok(Self {
             link: Some(Link { socket, requester }),
             target,
@@ -133,6 +136,7 @@ impl Queue {
             pushed: false,
             due: false,
             deadline: None,
+            _taken: taken,
         })
     }
 
