@@ -12,7 +12,7 @@ pub const QUEUES_MAX: usize = 64;
 /// The connections of a mount: a disk has one, so this is as many disks as a host has.
 pub const CONNECTIONS_MAX: usize = 1024;
 
-/// The bytes of a read or write: its pieces may be as long as a cipher's chunk, 1 MiB.
+/// The bytes of a read or write: as many as a region has. Those of filters are 4 MiB at most, what a cipher seals at a time.
 pub const REQUEST_BYTES_MAX: u64 = 64 << 20;
 
 /// The bytes of a request for zeroes, as a filter asks for at most: a guest's discard has 1 GiB (`DISCARD_SECTORS_MAX`), and copies, replicas

@@ -25,8 +25,8 @@ pub use crate::layers::crypt::Encryption;
 pub use crate::storage::DiskStorage;
 
 /// The limit for all bounce buffers of a process together. With tables, stacks and the program's own
-/// memory a process stays under 32 MiB. The buffers of queues that are shared with `vmseal-rbd` come on top of that
-/// ([`BUFFER_BYTES`](crate::storage::channel::connection::BUFFER_BYTES)).
+/// memory a process stays under 32 MiB. What is shared with `vmseal-rbd` comes on top of that, the buffers of queues and those into
+/// which is encrypted: [`SHARED_BYTES_MAX`](crate::storage::channel::SHARED_BYTES_MAX) at most.
 pub const POOLS_BYTES: usize = 16 * 1024 * 1024;
 
 /// The limit for one queue where storage is synchronous: more than its requests in flight use.

@@ -223,7 +223,7 @@ impl FileDisk {
             match channel::Queue::attach(channel, Arc::clone(&self.target)) {
                 Ok(backend) => return Box::new(backend),
                 Err(error) => {
-                    tracing::warn!(%error, "vmseal-rbd gives no queue in shared memory; the disk's data goes through its file");
+                    tracing::warn!(%error, "there is no queue in memory that is shared with vmseal-rbd; the disk's data goes through its file");
                 }
             }
         }

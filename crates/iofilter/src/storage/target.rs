@@ -49,7 +49,12 @@ pub struct FileTarget {
     pub(super) cut: AtomicBool,
     /// Set when it was changed through this value.
     pub(super) changed: AtomicBool,
+    /// Set when what was written may still land: see [`FileTarget::give_up`].
+    pub(super) broken: AtomicBool,
 }
+
+/// The error of a disk that is given up.
+pub(super) const BROKEN: IoError = IoError::Device(libc::EIO);
 
 /// Where a part of a request's data is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,10 +74,10 @@ impl FileTarget {
     pub(super) fn whole(fd: OwnedFd) -> Self {
         let (punches, zeroes) = (AtomicBool::new(true), AtomicBool::new(true));
         let (lost, cut) = (AtomicBool::new(false), AtomicBool::new(false));
-        let changed = AtomicBool::new(false);
+        let (changed, broken) = (AtomicBool::new(false), AtomicBool::new(false));
         let (offset, end, direct, fuse) = (0, None, false, false);
         let served = served::is_served(&fd);
-        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, served, cut, changed }
+        Self { fd, offset, end, punches, zeroes, direct, lost, fuse, served, cut, changed, broken }
     }
 
     /// Whether a flush has failed, so that earlier writes may be lost for good.
@@ -127,18 +132,28 @@ impl FileTarget {
         Err(IoError::Truncated)
     }
 
-    /// Whether a file that was found too short refuses a request: a change, and a read of what may have been changed.
-    fn refuses(&self, changes: bool) -> bool {
-        self.cut.load(Ordering::Relaxed) && (changes || self.changed.load(Ordering::Relaxed))
+    /// The file's server breaks the protocol of a queue: what that queue has written may land at any time, over what is
+    /// written later by another one. So all of the disk fails from now on, until another process serves it.
+    pub(super) fn give_up(&self) {
+        self.broken.store(true, Ordering::Release);
+    }
+
+    /// Whether a request is refused for good: all of a disk that is given up; of a file that was found too short a
+    /// change, and a read of what may have been changed.
+    fn refuses(&self, changes: bool) -> Result<(), IoError> {
+        if self.broken.load(Ordering::Acquire) {
+            return Err(BROKEN);
+        }
+        let cut = self.cut.load(Ordering::Relaxed);
+        let refuses = cut && (changes || self.changed.load(Ordering::Relaxed));
+        if refuses { Err(IoError::Truncated) } else { Ok(()) }
     }
 
     /// Whether a request may go to the file, where its server refuses what is beyond the end: the length need not be
     /// looked at before.
     pub(super) fn allows(&self, request: &Request) -> Result<(), IoError> {
         let changes = request.operation.changes();
-        if self.refuses(changes) {
-            return Err(IoError::Truncated);
-        }
+        self.refuses(changes)?;
         if changes && !self.changed.load(Ordering::Relaxed) {
             self.changed.store(true, Ordering::Relaxed);
         }
@@ -172,9 +187,7 @@ impl LengthCheck {
     /// Whether the request may go to the file.
     pub(super) fn allows(&mut self, target: &FileTarget, request: &Request) -> Result<(), IoError> {
         let changes = request.operation.changes();
-        if target.refuses(changes) {
-            return Err(IoError::Truncated);
-        }
+        target.refuses(changes)?;
         if target.end.is_none() || !changes {
             return Ok(());
         }

@@ -2,20 +2,24 @@
 //! or break the protocol.
 
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::process::Command;
+use std::sync::mpsc::channel;
 
-use vmseal_api::filter::{DelaySpec, Holes};
-use vmseal_channel::{Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, send};
+use vmseal_api::filter::{Budget, DelaySpec, Holes, LimitSpec};
+use vmseal_channel::{
+    Answerer, Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, ring_doorbell, send,
+};
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::layers::limit::Limit;
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::chain::{Chain, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::memory::Segment;
 use vmseal_iofilter::stack::request::{IoError, Operation};
-use vmseal_iofilter::storage::channel::connection::BUFFER_BYTES;
+use vmseal_iofilter::storage::channel::BUFFER_BYTES;
 use vmseal_iofilter::storage::mem::MemDisk;
 
 use crate::channel_server::{ChannelServer, accept, disk, pair};
@@ -123,6 +127,63 @@ fn more_than_the_buffers_hold_is_done_in_turn() {
 }
 
 #[test]
+fn a_read_for_which_there_are_only_short_buffers_goes_in_parts() {
+    let (_memory, server) = over_memory();
+    let mut chain = encrypted(Some(Holes::Zero)).chain_over(server.queue()).unwrap();
+    let mut all = random_bytes(&mut fastrand::Rng::with_seed(seed()), SIZE);
+    begin(&mut chain, Operation::Write, 0, &mut all, MIB);
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    server.seen.lock().unwrap().clear();
+    // A short one before the last has one of the 64 buffers of 64 KiB that are left, so that 63 are whole.
+    let lengths = [4 * MIB, 4 * MIB, 4 * MIB, 4096, 4 * MIB];
+    let mut reads = lengths.map(|length| vec![0xee; length]);
+    for (index, read) in reads.iter_mut().enumerate() {
+        let length = read.len();
+        begin(&mut chain, Operation::Read, index * 4 * MIB, read, length);
+    }
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    for (index, read) in reads.iter().enumerate() {
+        let at = index * 4 * MIB;
+        assert!(*read == all[at..at + read.len()], "{index}");
+    }
+    let asked: Vec<u64> = server.seen.lock().unwrap().iter().map(|seen| seen.1).collect();
+    let (whole, short) = (4 * MIB as u64, 32 << 10);
+    assert_eq!(asked, [whole, whole, whole, 4096, whole - short, short]);
+}
+
+#[test]
+fn what_needs_no_buffers_goes_past_reads_that_wait_for_them() {
+    let (_memory, server) = over_memory();
+    let mut chain = encrypted(Some(Holes::Zero)).chain_over(server.queue()).unwrap();
+    let seen = || server.seen.lock().unwrap();
+    // Until the server has the memory that writes are sealed into.
+    let mut data = vec![7; 4096];
+    let by_reference = |seen: &[(Asked, u64, Option<u32>)]| seen.iter().any(|it| it.2 > Some(0));
+    for _ in 0..100 {
+        if by_reference(&seen()) {
+            break;
+        }
+        blocking::move_bytes(&mut chain, Operation::Write, &mut data, 0).unwrap();
+    }
+    assert!(by_reference(&seen()), "what is sealed is always copied");
+    seen().clear();
+    // One more than there are buffers for.
+    let mut reads = vec![vec![0; 4 * MIB]; BUFFER_BYTES / (4 * MIB) + 1];
+    for (index, read) in reads.iter_mut().enumerate() {
+        begin(&mut chain, Operation::Read, index * 4 * MIB, read, 4 * MIB);
+    }
+    begin(&mut chain, Operation::Write, 21 * MIB, &mut data, 4096);
+    for (operation, length) in [(Operation::Flush, 0), (Operation::Discard, 4096)] {
+        let id = chain.begin().unwrap();
+        chain.submit(id, operation, 22 * MIB as u64, length, 0);
+    }
+    assert_eq!(blocking::drain(&mut chain), Ok(()));
+    let asked: Vec<Asked> = seen().iter().map(|seen| seen.0).collect();
+    let (read, write) = (Asked::Read, Asked::Write);
+    assert_eq!(asked, [read, read, read, read, write, Asked::Flush, Asked::Zero, read]);
+}
+
+#[test]
 fn zeroes_are_asked_for_and_kept_room_is_not_given_back() {
     for keeps_room in [false, true] {
         let (memory, server) = over_memory();
@@ -210,36 +271,117 @@ fn a_server_that_refuses_leaves_the_file() {
     }
 }
 
+#[test]
+fn a_server_that_does_not_answer_is_waited_for_once() {
+    let ((connection, servers), file) = (pair(), tempfile::tempfile().unwrap());
+    let disk = disk(connection, SIZE as u64, &file);
+    for _ in 0..3 {
+        assert!(!disk.queue().shares_memory());
+    }
+    let heard = || receive::<ToServer>(servers.as_fd(), false).map(|heard| heard.is_some());
+    assert!(heard().unwrap(), "it is not asked");
+    assert_eq!(heard().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it is asked again");
+}
+
+#[test]
+fn queues_that_would_share_too_much_memory_go_through_the_file() {
+    let memory = MemDisk::new(SIZE);
+    let chains = (0..18).map(|_| plain_chain(memory.queue())).collect();
+    let server = ChannelServer::start(chains, SIZE as u64);
+    let mut queues: Vec<_> = (0..16).map(|_| server.queue()).collect();
+    assert!(!server.disk().queue().shares_memory());
+    // What a queue has shared is counted no more when it goes.
+    queues.truncate(15);
+    queues.push(server.queue());
+    assert!(!server.disk().queue().shares_memory());
+}
+
+/// Attaches the next queue.
+fn attach(servers: &OwnedFd) -> (OwnedFd, Answerer) {
+    let (socket, answerer) = accept(servers).unwrap();
+    let attached = ToFilter::Attached { errno: 0, size: SIZE as u64 };
+    send(socket.as_fd(), &attached, &[]).unwrap();
+    let (share, _memory) = receive::<ToServer>(socket.as_fd(), true).unwrap().unwrap();
+    assert!(matches!(share, ToServer::Share { region: 0, .. }));
+    send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
+    (socket, answerer)
+}
+
+/// Waits for a request; its slot.
+fn next_slot(socket: &OwnedFd, answerer: &Answerer) -> u32 {
+    loop {
+        if let Some(request) = answerer.next().unwrap() {
+            return request.slot;
+        }
+        assert!(receive::<ToServer>(socket.as_fd(), true).unwrap().is_some());
+    }
+}
+
 /// Attaches a queue to a server that does this at the first request, with what it answers by and the request's slot.
-fn with_server(
+fn with_server(file: &File, then: impl FnOnce(OwnedFd, Answerer, u32) + Send + 'static) -> Chain {
+    plain_chain(queue_of_server(file, then))
+}
+
+/// The same, without a chain over the queue.
+fn queue_of_server(
     file: &File,
-    then: impl FnOnce(std::os::fd::OwnedFd, vmseal_channel::Answerer, u32) + Send + 'static,
-) -> Chain {
+    then: impl FnOnce(OwnedFd, Answerer, u32) + Send + 'static,
+) -> Box<dyn Storage> {
     let (connection, servers) = pair();
     let disk = disk(connection, SIZE as u64, file);
     std::thread::spawn(move || {
-        let (socket, answerer) = accept(&servers).unwrap();
-        let attached = ToFilter::Attached { errno: 0, size: SIZE as u64 };
-        send(socket.as_fd(), &attached, &[]).unwrap();
-        let (share, _memory) = receive::<ToServer>(socket.as_fd(), true).unwrap().unwrap();
-        assert!(matches!(share, ToServer::Share { region: 0, .. }));
-        send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
-        let slot = loop {
-            if let Some(request) = answerer.next().unwrap() {
-                break request.slot;
-            }
-            assert!(receive::<ToServer>(socket.as_fd(), true).unwrap().is_some());
-        };
+        let (socket, answerer) = attach(&servers);
+        let slot = next_slot(&socket, &answerer);
         then(socket, answerer, slot);
     });
     let queue = disk.queue();
     assert!(queue.shares_memory());
-    plain_chain(queue)
+    queue
+}
+
+/// The first request is answered, and its doorbell is late: the next one waits for its turn above the queue then.
+#[test]
+fn a_late_doorbell_does_not_keep_the_thread_awake_that_waits_for_something_else() {
+    let (ring, ringing) = channel();
+    let (rang, has_rung) = channel();
+    let queue = queue_of_server(&tempfile::tempfile().unwrap(), move |socket, answerer, slot| {
+        let answer = |slot| {
+            let _ = answerer.answer(slot, 0);
+            ring_doorbell(socket.as_fd(), &ToFilter::Doorbell).unwrap();
+        };
+        answer(slot);
+        ringing.recv().unwrap();
+        ring_doorbell(socket.as_fd(), &ToFilter::Doorbell).unwrap();
+        rang.send(()).unwrap();
+        answer(next_slot(&socket, &answerer));
+        // Until the queue is closed.
+        while receive::<ToServer>(socket.as_fd(), true).is_ok_and(|message| message.is_some()) {}
+    });
+    let requests = Some(Budget { per_second: 2, burst: 1 });
+    let limit = Limit::new(&LimitSpec { requests, bytes: None });
+    let limit = limit.filter(&Place::simple(SIZE as u64)).unwrap();
+    let mut chain = Chain::new(SIZE as u64, false, vec![limit], queue).unwrap();
+    let mut data = [7; 4096];
+    assert_eq!(blocking::move_bytes(&mut chain, Operation::Write, &mut data, 0), Ok(()));
+    begin(&mut chain, Operation::Write, 4096, &mut data, 4096);
+    chain.poll();
+    ring.send(()).unwrap();
+    has_rung.recv().unwrap();
+    let (mut woken, mut done) = (0, None);
+    while done.is_none() {
+        chain.wait([], None).unwrap();
+        woken += 1;
+        chain.poll();
+        done = chain.next_done();
+    }
+    assert_eq!(done.map(|done| done.result), Some(Ok(())));
+    // By the time that it waits for, by the answer, and by few other doorbells.
+    assert!(woken < 20, "woken {woken} times in half a second");
 }
 
 #[test]
-fn a_server_that_breaks_the_protocol_costs_its_queue_and_no_more() {
-    type Breaks = fn(&std::os::fd::OwnedFd, &vmseal_channel::Answerer, u32);
+fn a_server_that_breaks_the_protocol_fails_the_requests_of_its_queue() {
+    type Breaks = fn(&OwnedFd, &Answerer, u32);
     let ways: [(&str, Breaks); 3] = [
         ("a message that was not asked for", |socket, _, _| {
             send(socket.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
@@ -280,6 +422,40 @@ fn a_server_that_breaks_the_protocol_costs_its_queue_and_no_more() {
         let read = blocking::move_bytes(&mut chain, Operation::Read, &mut later, 0);
         assert_eq!((read, blocking::flush(&mut chain)), (lost, lost), "{way}");
     }
+}
+
+#[test]
+fn a_queue_whose_server_breaks_the_protocol_fails_the_whole_disk_as_its_writes_may_still_land() {
+    let (connection, servers) = pair();
+    let file = tempfile::tempfile().unwrap();
+    let disk = disk(connection, SIZE as u64, &file);
+    let server = std::thread::spawn(move || {
+        let ((broken, its_answerer), (other, answerer)) = (attach(&servers), attach(&servers));
+        next_slot(&broken, &its_answerer);
+        send(broken.as_fd(), &ToFilter::Shared { errno: 0 }, &[]).unwrap();
+        // The other one would answer.
+        while receive::<ToServer>(other.as_fd(), true).is_ok_and(|message| message.is_some()) {
+            while let Some(request) = answerer.next().unwrap() {
+                let _ = answerer.answer(request.slot, 0);
+                ring_doorbell(other.as_fd(), &ToFilter::Doorbell).unwrap();
+            }
+        }
+    });
+    let [mut broken, mut other] = [disk.queue(), disk.queue()].map(|queue| {
+        assert!(queue.shares_memory());
+        plain_chain(queue)
+    });
+    let mut beside = plain_chain(disk.blocking_queue());
+    let lost: Result<(), IoError> = Err(IoError::Device(libc::EIO));
+    let mut data = [7; 4096];
+    for chain in [&mut broken, &mut other, &mut beside] {
+        for operation in [Operation::Write, Operation::Read] {
+            assert_eq!(blocking::move_bytes(chain, operation, &mut data, 0), lost);
+        }
+        assert_eq!(blocking::flush(chain), lost);
+    }
+    drop((broken, other));
+    server.join().unwrap();
 }
 
 /// Run by [`a_server_that_leaves_ends_the_process`], in a process of its own.

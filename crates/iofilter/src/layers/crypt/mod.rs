@@ -7,8 +7,8 @@
 //!  discard      passed if holes read as zeroes, else completed without doing anything
 //!  flush        passed
 //!
-//!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty) | Draining (all sealed, or failed)
-//!            Waiting --a buffer came back--> Ready       Draining --last child up--> complete
+//!  Sealing:  Ready --chunk sealed--> Ready | Waiting (pool empty, or too many chunks) | Draining (all sealed, or failed)
+//!            Waiting --a chunk came back--> Ready        Draining --last child up--> complete
 //! ```
 //! Where storage shares memory with another process, the bounce buffers are in such memory. What is in them is ciphertext, also
 //! while it is made: nothing is encrypted in place. What that process changes meanwhile is its own ciphertext; it learns nothing by it.
@@ -30,6 +30,7 @@ use crate::stack::layer::{Boundary, Layer, Place};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, RequestId};
+use crate::storage::channel::BUFFER_BYTES;
 
 // What the contract between filters calls a sector is what the cipher does.
 const _: () = assert!(SECTOR == CRYPT_SECTOR as usize);
@@ -80,6 +81,9 @@ impl Layer for Encryption {
 /// The most chunks of one request in flight, so that a large one leaves buffers to others.
 const CHUNKS_MAX: u32 = 8;
 
+/// The same where buffers are shared: a chunk may be a quarter of them.
+const SHARED_CHUNKS_MAX: u32 = 3;
+
 /// The most buffers of one chunk.
 const BUFFERS_MAX: usize = 8;
 
@@ -87,7 +91,11 @@ const BUFFERS_MAX: usize = 8;
 const SHARED_BUFFERS_MAX: usize = 64;
 
 /// The memory of shared buffers, in bytes: eight of the longest chunks under way, as many as storage has for reads. It is taken as it is used.
-const SHARED_POOL_BYTES: usize = 32 << 20;
+const SHARED_POOL_BYTES: usize = BUFFER_BYTES;
+
+/// The most chunks under way where buffers are shared: twice what the ring of such storage has slots for. A chain and its layers have tables
+/// for each that there may be, in memory that is locked and not shared, and these buffers have 8192 blocks.
+const SHARED_CHILDREN_MAX: usize = 512;
 
 /// The most bytes of one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +131,22 @@ impl Chunk {
             Self::Shared => SHARED_BUFFERS_MAX,
         }
     }
+
+    /// The most chunks of one request under way.
+    fn chunks_max(self) -> u32 {
+        match self {
+            Self::Small | Self::Large => CHUNKS_MAX,
+            Self::Shared => SHARED_CHUNKS_MAX,
+        }
+    }
+
+    /// The most chunks of all requests under way, in so many blocks: each has a buffer of at least one.
+    fn children_max(self, blocks: usize) -> usize {
+        match self {
+            Self::Small | Self::Large => blocks,
+            Self::Shared => blocks.min(SHARED_CHILDREN_MAX),
+        }
+    }
 }
 
 /// Why the filter cannot be made.
@@ -156,6 +180,9 @@ pub struct Crypt {
     encrypt: Xts,
     decrypt: Xts,
     pool: Pool,
+    /// Chunks under way, of all requests, and the most that there may be.
+    children: usize,
+    children_max: usize,
     sampler: Sampler,
     /// Writes in flight, by request.
     sealing: Vec<Option<Sealing>>,
@@ -182,16 +209,19 @@ impl Crypt {
         pool_bytes: usize,
         times: Arc<CipherTime>,
     ) -> Result<Self, CryptError> {
+        let pool = match chunk {
+            Chunk::Small | Chunk::Large => Pool::new(pool_bytes)?,
+            Chunk::Shared => Pool::shared(pool_bytes)?,
+        };
         Ok(Self {
             holes,
             chunk,
             takes_lent: false,
             encrypt: Xts::new(key.expose(), Direction::Encrypt)?,
             decrypt: Xts::new(key.expose(), Direction::Decrypt)?,
-            pool: match chunk {
-                Chunk::Small | Chunk::Large => Pool::new(pool_bytes)?,
-                Chunk::Shared => Pool::shared(pool_bytes)?,
-            },
+            children: 0,
+            children_max: chunk.children_max(pool.blocks()),
+            pool,
             sampler: Sampler::new(times),
             sealing: Vec::new(),
             buffers: Vec::new(),
@@ -213,7 +243,8 @@ impl Crypt {
         let length = io.request(id).length;
         loop {
             let Some(state) = self.sealing[id.index()].as_ref() else { return };
-            if state.failed.is_some() || state.sealed == length || state.chunks == CHUNKS_MAX {
+            let all_under_way = state.chunks == self.chunk.chunks_max();
+            if state.failed.is_some() || state.sealed == length || all_under_way {
                 return self.finish_if_drained(id, length, io);
             }
             let bytes = self.take_buffers(length - state.sealed);
@@ -234,8 +265,11 @@ impl Crypt {
     }
 
     /// Takes buffers for the next chunk of a write of which `left` bytes are not sealed yet. Returns the length that
-    /// they hold, 0 if there is no buffer.
+    /// they hold, 0 if there is no buffer, or as many chunks are under way as there may be.
     fn take_buffers(&mut self, left: u64) -> u64 {
+        if self.children == self.children_max {
+            return 0;
+        }
         let wanted = left.min(self.chunk.bytes(self.pool.blocks() * BLOCK));
         let mut held = 0;
         while held < wanted && self.taken.len() < self.chunk.buffers_max() {
@@ -252,6 +286,7 @@ impl Crypt {
         let Some(state) = self.sealing[id.index()].as_mut() else { return Ok(()) };
         let at = io.request(id).offset + state.sealed;
         let child = io.child(id, Operation::Write, at, bytes).ok_or(IoError::Overload)?;
+        self.children += 1;
         let (zeroes, timed) = (io.request(id).operation != Operation::Write, self.sampler.begin());
         let (cipher, scratch, mut done) = (&mut self.encrypt, &mut self.scratch, 0);
         for buffer in &self.taken {
@@ -264,6 +299,7 @@ impl Crypt {
             };
             if sealed.is_err() {
                 io.release(child);
+                self.children -= 1;
                 return Err(IoError::Cipher);
             }
             io.lend(child, &self.pool, buffer, length);
@@ -290,6 +326,7 @@ impl Crypt {
         let result = io.request(child).result;
         self.buffers[child.index()].drain(..).for_each(|buffer| self.pool.give(buffer));
         io.release(child);
+        self.children -= 1;
         if let Some(state) = self.sealing[parent.index()].as_mut() {
             state.chunks -= 1;
             state.failed = state.failed.or(result.err());
@@ -451,8 +488,7 @@ fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsErro
 
 impl Filter for Crypt {
     fn limits(&self) -> Limits {
-        // A child has a buffer of at least one block.
-        Limits { children: self.pool.blocks() }
+        Limits { children: self.children_max }
     }
 
     fn prepare(&mut self, capacity: usize) {

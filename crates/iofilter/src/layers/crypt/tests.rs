@@ -1,6 +1,7 @@
 //! The cipher against the standard's vector and against XTS built by hand from AES blocks; and the size of the writes
 //! that storage gets.
 
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
 
@@ -124,6 +125,92 @@ fn a_device_is_given_a_large_write_whole_and_what_works_at_once_in_parts_that_st
         assert_eq!(chain.next_done().unwrap().result, Ok(()));
         assert_eq!(*lengths.lock().unwrap(), wanted, "{chunk:?}");
     }
+}
+
+/// What storage was asked.
+#[derive(Debug, Default)]
+struct Asked {
+    /// The lengths of its requests, in their order.
+    lengths: Vec<u64>,
+    /// The most that it had at a time.
+    most: usize,
+}
+
+/// Storage that ends one request in each pass.
+#[derive(Default)]
+struct OneByOne {
+    held: VecDeque<RequestId>,
+    asked: Arc<Mutex<Asked>>,
+}
+
+impl Storage for OneByOne {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, io: &mut Io<'_>) {
+        self.held.push_back(id);
+        let mut asked = self.asked.lock().unwrap();
+        asked.lengths.push(io.request(id).length);
+        asked.most = asked.most.max(self.held.len());
+    }
+
+    fn poll(&mut self, io: &mut Io<'_>) {
+        if let Some(id) = self.held.pop_front() {
+            io.complete(id, Ok(()));
+        }
+    }
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+fn crypt(chunk: Chunk, pool_bytes: usize) -> Crypt {
+    let key = SecretBytes::from_wiped(&mut vector_key()).unwrap();
+    Crypt::new(&key, Holes::Zero, chunk, pool_bytes, Arc::default()).unwrap()
+}
+
+/// Writes of these lengths, one after the other, are submitted at once and succeed. Returns what storage was asked.
+fn written(crypt: Crypt, lengths: &[usize]) -> Asked {
+    let storage = OneByOne::default();
+    let asked = Arc::clone(&storage.asked);
+    let mut data: Vec<Vec<u8>> = lengths.iter().map(|length| vec![7; *length]).collect();
+    let size = lengths.iter().sum::<usize>() as u64;
+    let filters: Vec<Box<dyn Filter>> = vec![Box::new(crypt)];
+    let mut chain = Chain::new(size, false, filters, Box::new(storage)).unwrap();
+    let mut at = 0;
+    for data in &mut data {
+        let id = chain.begin().unwrap();
+        // SAFETY: the data outlives the request, which is done when `poll` returns.
+        chain.data_mut(id).push(unsafe { Segment::new(data.as_mut_ptr(), data.len()) });
+        chain.submit(id, Operation::Write, at, 0, 0);
+        at += data.len() as u64;
+    }
+    chain.poll();
+    for _ in lengths {
+        assert_eq!(chain.next_done().unwrap().result, Ok(()));
+    }
+    std::mem::take(&mut *asked.lock().unwrap())
+}
+
+#[test]
+fn no_more_chunks_are_under_way_than_there_are_tables_for_and_further_ones_wait() {
+    assert_eq!(crypt(Chunk::Shared, SHARED_POOL_BYTES).limits().children, SHARED_CHILDREN_MAX);
+    assert_eq!(crypt(Chunk::Shared, 1 << 20).limits().children, 256);
+    assert_eq!(crypt(Chunk::Large, 1 << 20).limits().children, 256);
+    let few = Crypt { children_max: 2, ..crypt(Chunk::Shared, 1 << 20) };
+    // Short ones, and some that are several chunks.
+    let asked = written(few, &[SECTOR, 600 << 10, SECTOR, SECTOR, 300 << 10, SECTOR]);
+    assert_eq!(asked.most, 2);
+    assert_eq!(asked.lengths.iter().sum::<u64>(), (4 * SECTOR as u64) + (900 << 10));
+}
+
+#[test]
+fn a_long_write_leaves_a_quarter_of_the_shared_buffers_to_others() {
+    let (chunk, short) = (1 << 20, SECTOR as u64);
+    let asked = written(crypt(Chunk::Shared, 4 << 20), &[8 << 20, SECTOR]);
+    assert_eq!(asked.lengths[..4], [chunk, chunk, chunk, short], "the short one waits");
+    assert_eq!(asked.lengths.iter().sum::<u64>(), (8 << 20) + short);
+    assert_eq!(asked.most, 4);
 }
 
 /// Storage that leaves what is read in memory of its own, where it is asked to.

@@ -9,6 +9,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -20,19 +22,21 @@ use vmseal_channel::{
 };
 
 use crate::stack::pool::Pool;
+use crate::storage::channel::budget::{BUFFER_BYTES, Budget, Taken};
 use crate::storage::served;
 
-/// How long a server may take to attach a queue: it opens nothing and asks no cluster for that.
-const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The buffers of one queue, in bytes: eight requests of the longest kind keep a cluster busy. They take memory as they are first used.
-pub const BUFFER_BYTES: usize = 32 << 20;
+/// How long a server may take to attach a queue: it opens nothing and asks no cluster for that. A VM that starts, or goes on after
+/// its filter has ended, waits for it.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// See the module.
 #[derive(Debug)]
 pub struct Connection {
     socket: OwnedFd,
     ticket: [u8; TICKET_BYTES],
+    /// Whether the server has not answered in time: it is not waited for again, for each further queue.
+    late: AtomicBool,
+    budget: Arc<Budget>,
 }
 
 /// A queue that the server serves.
@@ -41,6 +45,7 @@ pub(super) struct Attached {
     pub(super) requester: Requester,
     /// Buffers that the server has.
     pub(super) pool: Pool,
+    pub(super) taken: Taken,
 }
 
 impl Connection {
@@ -49,21 +54,34 @@ impl Connection {
     /// # Errors
     /// The file's server gives none, or nobody serves it.
     pub fn open(socket: OwnedFd, file: &OwnedFd) -> io::Result<Self> {
-        Ok(Self::new(socket, served::ticket(file)?))
+        let ticket = served::ticket(file)?;
+        Ok(Self { budget: Budget::of_process(), ..Self::new(socket, ticket) })
     }
 
-    /// A connected socket, and the ticket of a file.
+    /// A connected socket, and the ticket of a file. The memory of its queues counts by itself.
     #[must_use]
     pub fn new(socket: OwnedFd, ticket: [u8; TICKET_BYTES]) -> Self {
-        Self { socket, ticket }
+        Self { socket, ticket, late: AtomicBool::new(false), budget: Arc::default() }
     }
 
     /// Attaches a queue to the file, which ends at `end` or behind that.
     ///
     /// # Errors
-    /// The server refuses, or is gone, or does not answer.
+    /// The server refuses, or is gone, or does not answer, or the queues share as much memory as they may. Where it has not answered for
+    /// one, all later ones fail at once.
     pub(super) fn attach(&self, end: u64) -> io::Result<Attached> {
-        let until = Instant::now() + TIMEOUT;
+        if self.late.load(Ordering::Relaxed) {
+            return Err(late("the server has not answered for an earlier queue"));
+        }
+        let attached = self.try_attach(end);
+        if attached.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+            self.late.store(true, Ordering::Relaxed);
+        }
+        attached
+    }
+
+    fn try_attach(&self, end: u64) -> io::Result<Attached> {
+        let (until, taken) = (Instant::now() + TIMEOUT, self.budget.take()?);
         let requester = Requester::new(SharedMemory::create(RING_BYTES)?);
         let pool = Pool::shared(BUFFER_BYTES)?;
         let (family, kind) = (AddressFamily::Unix, SockType::SeqPacket);
@@ -84,7 +102,7 @@ impl Connection {
         let share = ToServer::Share { region: super::regions::OWN, bytes: memory.len() as u64 };
         say(socket.as_fd(), &share, &[memory.fd()], until)?;
         match hear(socket.as_fd(), until)? {
-            ToFilter::Shared { errno: 0 } => Ok(Attached { socket, requester, pool }),
+            ToFilter::Shared { errno: 0 } => Ok(Attached { socket, requester, pool, taken }),
             ToFilter::Shared { errno } => Err(io::Error::from_raw_os_error(errno)),
             ToFilter::Attached { .. } | ToFilter::Doorbell => Err(unasked()),
         }
@@ -93,6 +111,10 @@ impl Connection {
 
 fn unasked() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the server answers what it was not asked")
+}
+
+fn late(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, what.into())
 }
 
 /// Sends a message, and waits for room for it.
@@ -136,8 +158,8 @@ fn wait(socket: BorrowedFd<'_>, events: PollFlags, until: Instant) -> io::Result
         let mut fds = [PollFd::new(socket, events)];
         match ppoll(&mut fds, Some(TimeSpec::from(left)), None) {
             Ok(0) => {
-                let what = format!("the server has not answered for {} seconds", TIMEOUT.as_secs());
-                return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+                let seconds = TIMEOUT.as_secs();
+                return Err(late(format!("the server has not answered for {seconds} seconds")));
             }
             Ok(_) => return Ok(()),
             Err(Errno::EINTR) => {}

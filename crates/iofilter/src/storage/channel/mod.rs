@@ -11,12 +11,14 @@
 //! Only what the server may know is ever in shared memory: what goes to the image, and what comes from it. So plaintext of
 //! an encrypted disk never is, and a read never goes into shared memory of a filter, where it would be decrypted in place.
 //!
-//! What the server breaks costs this queue and no more: requests fail from then on, and nothing of its memory is believed
-//! twice ([`queue`]). A server that is gone ends this process, as the file's own errors do ([`super::served`]).
+//! Where the server breaks the protocol, all requests of the disk fail from then on: what one queue has written may still land. Nothing
+//! of its memory is believed twice ([`queue`]). A server that is gone ends this process, as the file's own errors do ([`super::served`]).
 
+mod budget;
 pub mod connection;
 mod queue;
 mod regions;
 
+pub use budget::{BUFFER_BYTES, SHARED_BYTES_MAX};
 pub use connection::Connection;
 pub(super) use queue::Queue;

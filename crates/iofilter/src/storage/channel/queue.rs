@@ -7,6 +7,7 @@
 //!  any of them ──the server breaks the protocol──> failed
 //! ```
 //! A request that waits in the line has no buffer, and lent ones come back without help of this queue: so the line always goes on.
+//! One that needs no buffers goes past it.
 //!
 //! `poll` shows the server all that was submitted since the last one, by one doorbell at most. Before it lets the thread sleep it
 //! reads the doorbells that have come, and then looks for answers once more: from then on the server rings for the next answer.
@@ -33,11 +34,12 @@ use crate::stack::chain::{Io, Storage};
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::pool::{BLOCK, BLOCKS_MAX, Buffer, Pool};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
-use crate::storage::channel::connection::{Attached, BUFFER_BYTES, Connection};
+use crate::storage::channel::budget::{BUFFER_BYTES, Taken};
+use crate::storage::channel::connection::{Attached, Connection};
 use crate::storage::channel::regions::{OWN, Regions};
 use crate::storage::served;
 use crate::storage::sync;
-use crate::storage::target::FileTarget;
+use crate::storage::target::{BROKEN, FileTarget};
 
 /// The longest read that is left in the buffers, in bytes: what one request to the server has at most. Other reads go in parts.
 const LENT_MAX: u64 = (PIECES_MAX * BLOCKS_MAX * BLOCK) as u64;
@@ -50,9 +52,6 @@ const MESSAGES_MAX: usize = 64;
 
 /// The pause before a doorbell is tried again that the system had no memory for.
 const RETRY: Duration = Duration::from_millis(1);
-
-/// The error of a queue whose server has broken the protocol.
-const LOST: IoError = IoError::Device(libc::EIO);
 
 /// How the server has broken the protocol.
 #[derive(Debug, thiserror::Error)]
@@ -108,6 +107,8 @@ pub(in crate::storage) struct Queue {
     /// Whether a doorbell is due that could not be sent.
     due: bool,
     deadline: Option<Instant>,
+    /// Given back when the memory is, too.
+    _taken: Taken,
 }
 
 impl Queue {
@@ -120,7 +121,7 @@ impl Queue {
         target: Arc<FileTarget>,
     ) -> io::Result<Self> {
         let end = target.end.unwrap_or(target.offset);
-        let Attached { socket, requester, pool } = connection.attach(end)?;
+        let Attached { socket, requester, pool, taken } = connection.attach(end)?;
         Ok(Self {
             link: Some(Link { socket, requester }),
             target,
@@ -135,6 +136,7 @@ impl Queue {
             pushed: false,
             due: false,
             deadline: None,
+            _taken: taken,
         })
     }
 
@@ -145,7 +147,7 @@ impl Queue {
     /// Whether the server need not be asked.
     fn answered_here(&self, request: &Request) -> Option<Result<(), IoError>> {
         if self.link.is_none() {
-            return Some(Err(LOST));
+            return Some(Err(BROKEN));
         }
         if let Err(refusal) = self.target.allows(request) {
             return Some(Err(refusal));
@@ -153,20 +155,21 @@ impl Queue {
         match request.operation {
             Operation::Read | Operation::Write | Operation::Flush => None,
             Operation::Discard | Operation::WriteZeroes { .. } => {
-                self.zeroing(request.operation).is_none().then(|| self.without(request))
+                let asked = zeroing(&self.target, request.operation);
+                asked.is_none().then(|| self.without(request))
             }
         }
     }
 
-    /// How the server is asked for zeroes; none if it need not be, or cannot do that.
-    fn zeroing(&self, operation: Operation) -> Option<Asked> {
-        let (punches, zeroes) = (&self.target.punches, &self.target.zeroes);
-        let may_be_holes = operation != Operation::WriteZeroes { unmap: false };
-        if may_be_holes && punches.load(Ordering::Relaxed) {
-            return Some(Asked::Zero);
+    /// Whether a request need not wait behind those that wait for buffers. A flush covers what was answered before it.
+    fn needs_no_buffers(&self, request: &Request) -> bool {
+        match request.operation {
+            Operation::Read => false,
+            Operation::Write => {
+                request.data.shared_arena().is_some_and(|arena| self.regions.have(arena))
+            }
+            Operation::Flush | Operation::Discard | Operation::WriteZeroes { .. } => true,
         }
-        let keeps = operation != Operation::Discard && zeroes.load(Ordering::Relaxed);
-        keeps.then_some(Asked::ZeroKeepingRoom)
     }
 
     /// Does through the file what the server cannot do otherwise.
@@ -193,8 +196,7 @@ impl Queue {
             }
             Operation::Flush => (Asked::Flush, 0),
             Operation::Discard | Operation::WriteZeroes { .. } => {
-                // What it cannot do may have been found out since the request was submitted.
-                (self.zeroing(request.operation).unwrap_or(Asked::Zero), request.length)
+                (zeroing_or_refusal(&self.target, request.operation), request.length)
             }
         };
         let flight = &mut self.flights[id.index()];
@@ -246,8 +248,10 @@ impl Queue {
             held += buffer.len() as u64;
             flight.buffers.push(buffer);
         }
-        // One that may be lent waits for all of its buffers, rather than being copied in parts.
-        if held < left && request.takes_lent && flight.done == 0 && left <= LENT_MAX {
+        // One that may be lent waits for all of its buffers, rather than being copied in parts; but not for longer ones where it has as
+        // many as a request can have.
+        let ran_out = held < left && flight.buffers.len() < PIECES_MAX;
+        if ran_out && request.takes_lent && flight.done == 0 && left <= LENT_MAX {
             flight.buffers.drain(..).for_each(|buffer| self.pool.give(buffer));
             return 0;
         }
@@ -441,14 +445,16 @@ impl Queue {
         }
     }
 
-    /// Gives the server up: what is under way fails, and all that comes.
+    /// Gives the server up: what is under way fails, and all that comes, by the disk's other queues, too.
     fn lose(&mut self, why: &Violation, io: &mut Io<'_>) {
         let requests = self.in_ring() + self.line.len();
         tracing::error!(%why, requests, "vmseal-rbd breaks the protocol of its channel; the disk's requests fail. Look at its log, then stop and start the VM");
         self.link = None;
+        // Before the requests fail: the guest may write again then.
+        self.target.give_up();
         let in_ring = self.slots.iter_mut().filter_map(Option::take);
         for id in in_ring.chain(self.line.drain(..)) {
-            io.complete(id, Err(LOST));
+            io.complete(id, Err(BROKEN));
         }
     }
 
@@ -477,6 +483,24 @@ impl Queue {
         }
         Ok(())
     }
+}
+
+/// How the server is asked for zeroes; none if it need not be, or cannot do that.
+fn zeroing(target: &FileTarget, operation: Operation) -> Option<Asked> {
+    let may_be_holes = operation != Operation::WriteZeroes { unmap: false };
+    if may_be_holes && target.punches.load(Ordering::Relaxed) {
+        return Some(Asked::Zero);
+    }
+    let keeps = operation != Operation::Discard && target.zeroes.load(Ordering::Relaxed);
+    keeps.then_some(Asked::ZeroKeepingRoom)
+}
+
+/// The same of a request that has waited: what the server cannot do may have been found out meanwhile. It refuses that
+/// once more then, and the request is done without it. It is not asked for holes where room is to be kept.
+fn zeroing_or_refusal(target: &FileTarget, operation: Operation) -> Asked {
+    let is_discard = operation == Operation::Discard;
+    let refused = if is_discard { Asked::Zero } else { Asked::ZeroKeepingRoom };
+    zeroing(target, operation).unwrap_or(refused)
 }
 
 /// Whether an error of the queue's socket says that the server is gone.
@@ -518,7 +542,8 @@ impl Storage for Queue {
             return io.complete(id, answer);
         }
         self.flights[id.index()].done = 0;
-        let started = if self.line.is_empty() { self.start(id, io) } else { Ok(false) };
+        let goes = self.line.is_empty() || self.needs_no_buffers(io.request(id));
+        let started = if goes { self.start(id, io) } else { Ok(false) };
         if !matches!(started, Ok(true)) {
             self.line.push_back(id);
         }
@@ -563,6 +588,7 @@ impl Storage for Queue {
         if let Err(why) = self.wait_for_all() {
             tracing::error!(%why, requests = self.in_ring(), "vmseal-rbd breaks the protocol of its channel; its answers are not waited for");
             self.link = None;
+            self.target.give_up();
         }
         true
     }
@@ -573,3 +599,6 @@ impl Drop for Queue {
         self.finish();
     }
 }
+
+#[cfg(test)]
+mod tests;

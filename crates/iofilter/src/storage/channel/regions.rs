@@ -48,6 +48,12 @@ impl Regions {
         (self.0[index].state == State::Shared).then_some(index as u32)
     }
 
+    /// Whether the server has this arena.
+    pub(super) fn have(&self, arena: &Arc<Arena>) -> bool {
+        let mut known = self.0.iter().filter(|region| region.state == State::Shared);
+        known.any(|region| Arc::ptr_eq(&region.arena, arena))
+    }
+
     fn show(&mut self, arena: &Arc<Arena>, socket: BorrowedFd<'_>) {
         let memory = arena.shared_memory().filter(|memory| memory.len() <= REGION_BYTES_MAX);
         let Some(memory) = memory.filter(|_| self.0.len() < REGIONS_MAX) else { return };
