@@ -80,7 +80,7 @@ enum AtRest {
     /// Of a VM that runs.
     BackUpIncrementally,
     /// Incrementally, of a VM that is off.
-    BackUpAtRest,
+    BackUpWhileOff,
     /// Not incrementally, of a VM that is off.
     BackUpWhole,
     RestoreDeleted,
@@ -117,7 +117,7 @@ impl AtRest {
         Self::DecryptDiskInPlace,
         Self::EncryptDiskInPlace,
         Self::BackUpIncrementally,
-        Self::BackUpAtRest,
+        Self::BackUpWhileOff,
         Self::BackUpWhole,
         Self::RestoreDeleted,
         Self::Delete,
@@ -151,7 +151,7 @@ impl AtRest {
                 &["vm", "decrypt", VM, "--disk", "data", "--yes", "--in-place"]
             }
             Self::EncryptDiskInPlace => &["vm", "encrypt", VM, "--disk", "data", "--in-place"],
-            Self::BackUpIncrementally | Self::BackUpAtRest => &["backup", "create", VM, "next"],
+            Self::BackUpIncrementally | Self::BackUpWhileOff => &["backup", "create", VM, "next"],
             Self::BackUpWhole => &["backup", "create", VM, "next", "--full"],
             Self::RestoreDeleted => &["backup", "restore", OTHER, "full"],
             Self::Delete => &["vm", "delete", OTHER],
@@ -396,7 +396,7 @@ impl Rest {
             }
             AtRest::EncryptAll => self.does(&[AtRest::DecryptAll.command()]),
             AtRest::RecryptAll => self.ciphertext = self.ciphertext(),
-            AtRest::BackUpAtRest | AtRest::BackUpWhole => {
+            AtRest::BackUpWhileOff | AtRest::BackUpWhole => {
                 self.does(&[&["backup", "create", VM, "full", "--to", &self.to]]);
                 self.boots();
             }
@@ -547,7 +547,7 @@ impl Rest {
                 self.holds_number(before);
                 self.is_tidy();
             }
-            AtRest::BackUpIncrementally | AtRest::BackUpAtRest => self.has_backup(before, "full"),
+            AtRest::BackUpIncrementally | AtRest::BackUpWhileOff => self.has_backup(before, "full"),
             AtRest::BackUpWhole => self.has_backup(before, ()),
             AtRest::RestoreDeleted => {
                 self.found_on(OTHER, before..=before);
