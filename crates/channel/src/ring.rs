@@ -14,6 +14,10 @@
 //! the other was. Between the write and the look of each stands a fence, so one of them sees the other's write: either the taker sees
 //! what is new, or the giver sees that the taker had taken everything before, and rings.
 //!
+//! A requester that is awake looks for answers without writing down how far it is ([`Requester::try_next`]). Then the answerer sees an older
+//! count, and does not ring: at most once for each count that is written down. So it writes it down before it sleeps
+//! ([`Requester::next`]), and looks again after that, as above.
+//!
 //! All of it is read and written as atomic words: the other process may change it at any time. A request is read once, then checked.
 
 use std::os::fd::BorrowedFd;
@@ -284,14 +288,37 @@ impl Requester {
     pub fn next(&mut self) -> Result<Option<(u32, i32)>, Broken> {
         if self.taken == self.seen {
             let answered = self.words.look(READ, self.taken, ANSWERED);
-            let waiting = answered.wrapping_sub(self.taken);
-            if waiting > self.count {
-                return Err(Broken::Count { waiting, possible: self.count });
-            }
-            self.seen = answered;
-            if waiting == 0 {
-                return Ok(None);
-            }
+            self.see(answered)?;
+        }
+        self.take()
+    }
+
+    /// The next answer. After none, there need be no doorbell for the next one: who is to sleep asks [`Requester::next`] first.
+    ///
+    /// # Errors
+    /// The other side has broken the protocol.
+    pub fn try_next(&mut self) -> Result<Option<(u32, i32)>, Broken> {
+        if self.taken == self.seen {
+            let answered = self.words.at(ANSWERED).load(Ordering::Acquire);
+            self.see(answered)?;
+        }
+        self.take()
+    }
+
+    /// Takes note of how many answers there are, as the other side says.
+    fn see(&mut self, answered: u64) -> Result<(), Broken> {
+        let waiting = answered.wrapping_sub(self.taken);
+        if waiting > self.count {
+            return Err(Broken::Count { waiting, possible: self.count });
+        }
+        self.seen = answered;
+        Ok(())
+    }
+
+    /// The next answer of those that were seen.
+    fn take(&mut self) -> Result<Option<(u32, i32)>, Broken> {
+        if self.taken == self.seen {
+            return Ok(None);
         }
         let (slot, errno) = unpair(self.words.read(answer_at(self.taken)));
         let errno = errno.cast_signed();

@@ -101,6 +101,28 @@ fn doorbells_are_due_where_the_other_side_may_sleep() {
     assert!(push(3), "it sleeps");
 }
 
+#[test]
+fn no_doorbell_is_due_for_a_requester_that_looks_by_itself() {
+    let (mut requester, answerer) = both();
+    for slot in 0..4 {
+        assert!(requester.push(slot, Operation::Flush, 0, 0, &[]));
+    }
+    assert!(requester.publish());
+    while answerer.next().unwrap().is_some() {}
+    assert_eq!(requester.next(), Ok(None));
+    assert!(answerer.answer(0, 0), "it may sleep");
+    assert_eq!(requester.try_next(), Ok(Some((0, 0))));
+    assert_eq!(requester.try_next(), Ok(None));
+    assert!(!answerer.answer(1, 0), "it looks again");
+    assert_eq!(requester.try_next(), Ok(Some((1, 0))));
+    assert_eq!(requester.try_next(), Ok(None));
+    assert!(!answerer.answer(2, 0), "it looks again");
+    assert_eq!(requester.next(), Ok(Some((2, 0))), "it looks before it sleeps");
+    assert_eq!(requester.next(), Ok(None));
+    assert!(answerer.answer(3, 0), "it may sleep");
+    assert_eq!(requester.try_next(), Ok(Some((3, 0))));
+}
+
 fn sleep(socket: &OwnedFd) {
     let mut fds = [PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
     let ready = poll(&mut fds, PollTimeout::from(30_000_u16)).unwrap();
@@ -174,8 +196,11 @@ fn serve(answerer: &Arc<Answerer>, socket: &Arc<OwnedFd>, mut random: fastrand::
     there.join().unwrap();
 }
 
-#[test]
-fn two_threads_lose_no_request_and_no_doorbell() {
+/// How a requester takes its next answer: none only if it need not wait for one.
+type Takes = fn(&mut Requester, &OwnedFd, bool) -> Option<(u32, i32)>;
+
+/// Has requests answered by another thread, until all are.
+fn all_are_answered(takes: Takes) {
     const REQUESTS: u64 = 1_000_000;
     let seed = fastrand::u64(..);
     eprintln!("seed {seed}");
@@ -203,21 +228,11 @@ fn two_threads_lose_no_request_and_no_doorbell() {
             ring_doorbell(here.as_fd(), &ToServer::Doorbell).unwrap();
         }
         loop {
-            match requester.next().unwrap() {
-                Some((slot, errno)) => {
-                    assert_eq!(errno, errno_of(offsets[slot as usize]));
-                    free.push(slot);
-                    answered += 1;
-                }
-                None if pushed == REQUESTS || free.is_empty() => {
-                    if answered == REQUESTS {
-                        break;
-                    }
-                    sleep(&here);
-                    assert!(drain::<ToFilter>(&here), "the server has ended");
-                }
-                None => break,
-            }
+            let waits = (pushed == REQUESTS || free.is_empty()) && answered < REQUESTS;
+            let Some((slot, errno)) = takes(&mut requester, &here, waits) else { break };
+            assert_eq!(errno, errno_of(offsets[slot as usize]));
+            free.push(slot);
+            answered += 1;
             if random.u8(..) < 8 {
                 thread::yield_now();
             }
@@ -225,6 +240,42 @@ fn two_threads_lose_no_request_and_no_doorbell() {
     }
     drop(here);
     server.join().unwrap();
+}
+
+#[test]
+fn two_threads_lose_no_request_and_no_doorbell() {
+    all_are_answered(|requester, socket, waits| {
+        loop {
+            let next = requester.next().unwrap();
+            if next.is_some() || !waits {
+                return next;
+            }
+            sleep(socket);
+            assert!(drain::<ToFilter>(socket), "the server has ended");
+        }
+    });
+}
+
+/// The order of a filter's queue: it looks by itself while it is awake, and before it sleeps it asks for doorbells, reads those that
+/// have come, and looks once more.
+#[test]
+fn a_requester_that_looks_by_itself_while_it_is_awake_loses_no_doorbell_when_it_sleeps() {
+    all_are_answered(|requester, socket, waits| {
+        loop {
+            let looked = requester.try_next().unwrap();
+            if looked.is_some() || !waits {
+                return looked;
+            }
+            if let Some(answer) = requester.next().unwrap() {
+                return Some(answer);
+            }
+            assert!(drain::<ToFilter>(socket), "the server has ended");
+            if let Some(answer) = requester.next().unwrap() {
+                return Some(answer);
+            }
+            sleep(socket);
+        }
+    });
 }
 
 #[test]
@@ -333,7 +384,8 @@ fn random_rings_harm_neither_side() {
             if !taken.is_empty() && random.bool() {
                 let _ = answerer.answer(taken.swap_remove(0), 0);
             }
-            match requester.next() {
+            let next = if random.bool() { requester.next() } else { requester.try_next() };
+            match next {
                 Ok(Some((slot, errno))) if !broken.1 => {
                     assert!((slot as usize) < SLOTS && (0..=ERRNO_MAX).contains(&errno));
                 }

@@ -112,6 +112,10 @@ pub trait Storage: Send {
     /// ones. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
+    /// Called when [`Storage::poll`] had nothing left to do, last before the thread sleeps: has whoever answers wake the
+    /// thread from now on, and then handles what has come meanwhile. Never blocks.
+    fn before_sleep(&mut self, _io: &mut Io<'_>) {}
+
     /// A descriptor that the kernel makes ready when [`Storage::poll`] has something to do; none if
     /// requests are completed within `submit`, or by a thread that uses the chain's waker.
     fn wait_handle(&self) -> Option<BorrowedFd<'_>>;

@@ -7,6 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::sync::mpsc::channel;
 
+use nix::poll::{PollFd, PollTimeout, poll};
 use vmseal_api::filter::{Budget, DelaySpec, Holes, LimitSpec};
 use vmseal_channel::{
     Answerer, Operation as Asked, PIECES_MAX, ToFilter, ToServer, receive, ring_doorbell, send,
@@ -377,6 +378,47 @@ fn a_late_doorbell_does_not_keep_the_thread_awake_that_waits_for_something_else(
     assert_eq!(done.map(|done| done.result), Some(Ok(())));
     // By the time that it waits for, by the answer, and by few other doorbells.
     assert!(woken < 20, "woken {woken} times in half a second");
+}
+
+/// Storage that is looked at all the time sees answers by itself; a thread that sleeps is woken.
+#[test]
+fn the_server_rings_for_a_thread_that_sleeps_and_not_for_one_that_is_awake() {
+    let (go, going) = channel();
+    let (tell, told) = channel();
+    let queue = queue_of_server(&tempfile::tempfile().unwrap(), move |socket, answerer, first| {
+        let mut slot = first;
+        for is_last in [false, false, false, true] {
+            going.recv().unwrap();
+            let rings = answerer.answer(slot, 0);
+            if rings {
+                ring_doorbell(socket.as_fd(), &ToFilter::Doorbell).unwrap();
+            }
+            tell.send(rings).unwrap();
+            if !is_last {
+                slot = next_slot(&socket, &answerer);
+            }
+        }
+        // Until the queue is closed.
+        while receive::<ToServer>(socket.as_fd(), true).is_ok_and(|message| message.is_some()) {}
+    });
+    let mut chain = plain_chain(queue);
+    let mut data = [7; 4096];
+    // Whether the thread is about to sleep when it is answered, and is rung for. Nobody knows of the first answer that it is awake.
+    for (sleeps, is_rung_for) in [(false, true), (false, false), (true, true), (true, true)] {
+        begin(&mut chain, Operation::Write, 0, &mut data, 4096);
+        chain.poll();
+        assert!(!sleeps || chain.arm(), "there is no answer yet");
+        go.send(()).unwrap();
+        assert_eq!(told.recv().unwrap(), is_rung_for);
+        if sleeps {
+            let (handle, events) = chain.wait_set().1.unwrap();
+            let ready = poll(&mut [PollFd::new(handle, events)], PollTimeout::ZERO);
+            assert_eq!(ready, Ok(1), "it sleeps on");
+            chain.disarm(false);
+        }
+        chain.poll();
+        assert_eq!(chain.next_done().map(|done| done.result), Some(Ok(())));
+    }
 }
 
 #[test]

@@ -74,6 +74,59 @@ impl Storage for Gate {
     }
 }
 
+/// Storage that finds its requests done only when the thread is to sleep.
+#[derive(Default)]
+struct Late(Vec<RequestId>);
+
+impl Storage for Late {
+    fn prepare(&mut self, _capacity: usize) {}
+
+    fn submit(&mut self, id: RequestId, _io: &mut Io<'_>) {
+        self.0.push(id);
+    }
+
+    fn poll(&mut self, _io: &mut Io<'_>) {}
+
+    fn before_sleep(&mut self, io: &mut Io<'_>) {
+        self.0.drain(..).for_each(|id| io.complete(id, Ok(())));
+    }
+
+    fn wait_handle(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[test]
+fn a_thread_does_not_sleep_where_storage_finds_work_when_it_looks_for_the_last_time() {
+    // One part after the other: each is found done in a look of its own.
+    let mut left = 3;
+    let parts = by(
+        1,
+        |id, io| {
+            let first = part(id, io).unwrap();
+            io.pass(first);
+        },
+        move |id, io| {
+            let whole = io.parent(id).unwrap();
+            io.release(id);
+            left -= 1;
+            if left == 0 {
+                return io.complete(whole, Ok(()));
+            }
+            let next = part(whole, io).unwrap();
+            io.pass(next);
+        },
+    );
+    let mut chain = Chain::new(1 << 20, false, vec![parts], Box::new(Late::default())).unwrap();
+    flush(&mut chain);
+    assert!(results(&mut chain).is_empty(), "it is done without a last look");
+    assert!(!chain.arm(), "it sleeps, and its request is done");
+    chain.disarm(false);
+    assert_eq!(results(&mut chain), [Ok(())]);
+    assert!(chain.arm(), "there is nothing left");
+    chain.disarm(false);
+}
+
 fn chain(filters: Vec<Box<dyn Filter>>) -> (Chain, Arc<Mutex<bool>>) {
     let gate = Gate::default();
     let open = Arc::clone(&gate.open);

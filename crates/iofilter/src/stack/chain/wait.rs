@@ -8,7 +8,7 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::signal::SigSet;
 use nix::sys::time::TimeSpec;
 
-use super::Chain;
+use super::{Chain, Io, sooner};
 
 /// The most descriptors that a front end adds to the wait set: a kick or a connection, and a stop.
 const OTHERS_MAX: usize = 2;
@@ -21,8 +21,23 @@ impl Chain {
     /// here. False if a request is finished and must be fetched: do not sleep. [`Chain::disarm`] must follow.
     pub fn arm(&mut self) -> bool {
         self.waker.arm();
-        self.poll();
-        self.done.is_empty()
+        loop {
+            self.poll();
+            // Storage looks after all else: what it finds may have it asked for more.
+            if !self.done.is_empty() || !self.storage_finds_work() {
+                return self.done.is_empty();
+            }
+        }
+    }
+
+    /// Has storage look once more before the thread sleeps; whether there is work after that.
+    fn storage_finds_work(&mut self) -> bool {
+        let (requests, work, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
+        let level = self.filters.len();
+        let mut io = Io { requests, work, audit, waker: &self.waker, level };
+        self.storage.before_sleep(&mut io);
+        self.deadline = sooner(self.deadline, self.storage.deadline());
+        !self.work.is_empty()
     }
 
     /// The descriptors on which a thread sleeps after arming the chain, until [`Chain::deadline`]: the eventfd, which

@@ -9,9 +9,20 @@
 //! A request that waits in the line has no buffer, and lent ones come back without help of this queue: so the line always goes on.
 //! One that needs no buffers goes past it.
 //!
-//! `poll` shows the server all that was submitted since the last one, by one doorbell at most. Before it lets the thread sleep it
-//! reads the doorbells that have come, and then looks for answers once more: from then on the server rings for the next answer.
-//! The wait set is the queue's socket.
+//! `poll` shows the server all that was submitted since the last one, by one doorbell at most, and looks for answers. It asks for no
+//! doorbell, and reads none, but where the server has to answer for a region: a thread that polls for a while sees the answers by
+//! itself. The wait set is the queue's socket.
+//!
+//! Before the thread sleeps (`before_sleep`) the queue **asks** for a doorbell for the next answer ([`Requester::next`]), **looks**, **reads**
+//! the doorbells that have come, asks and **looks again**. No wake-up is lost, whenever an answer comes:
+//! - before the first look: that finds it. Between asking and the look is a fence, and the server has one between its answer and its look
+//!   at whether it was asked: so an answer that the look does not find was given by a server that sees that it was asked, and rings.
+//! - after that, and its doorbell was read: then it had been given before, and the last look finds it.
+//! - after that, and its doorbell was not read: the socket is ready, and the thread does not sleep.
+//!
+//! Whatever a look finds is handled, and may have more be put into the ring; then the queue asks and looks again until it finds nothing. It
+//! reads once, before the last look: what rings after that keeps the socket ready. A doorbell that was asked for before the thread worked
+//! on is superfluous, and read before its next sleep.
 //!
 //! The server writes into the queue's buffers only while it has a request with them: they are given to the next one when it has
 //! answered. When the queue goes it waits for all answers first, so that no earlier write lands after what comes next.
@@ -298,11 +309,12 @@ impl Queue {
         }
     }
 
-    /// Handles the answers that have come; whether there were any.
-    fn reap(&mut self, io: &mut Io<'_>) -> Result<bool, Violation> {
+    /// Handles the answers that have come; whether there were any. `asks`: for a doorbell for the next one.
+    fn reap(&mut self, asks: bool, io: &mut Io<'_>) -> Result<bool, Violation> {
         let mut any = false;
-        while let Some(link) = &mut self.link {
-            let Some((slot, errno)) = link.requester.next()? else { break };
+        while let Some(Link { requester, .. }) = &mut self.link {
+            let next = if asks { requester.next() } else { requester.try_next() };
+            let Some((slot, errno)) = next? else { break };
             self.answered(slot, errno, io)?;
             any = true;
         }
@@ -427,11 +439,11 @@ impl Queue {
         Ok(())
     }
 
-    /// Exchanges requests and answers until there is none that has come.
-    fn exchange(&mut self, io: &mut Io<'_>) -> Result<(), Violation> {
-        let mut heard = false;
+    /// Exchanges requests and answers until there is none that has come; `sleeps`: the thread sleeps then. See the module for the order.
+    fn exchange(&mut self, sleeps: bool, io: &mut Io<'_>) -> Result<(), Violation> {
+        let mut heard = !sleeps && !self.regions.are_asked();
         loop {
-            let reaped = self.reap(io)?;
+            let reaped = self.reap(sleeps, io)?;
             self.advance(io)?;
             self.publish();
             if reaped {
@@ -442,6 +454,18 @@ impl Queue {
             }
             self.hear()?;
             heard = true;
+        }
+    }
+
+    /// One pass.
+    fn pass(&mut self, sleeps: bool, io: &mut Io<'_>) {
+        self.take_back(io);
+        self.deadline = None;
+        if self.link.is_none() || self.in_ring() + self.line.len() == 0 {
+            return;
+        }
+        if let Err(why) = self.exchange(sleeps, io) {
+            self.lose(&why, io);
         }
     }
 
@@ -553,14 +577,11 @@ impl Storage for Queue {
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
-        self.take_back(io);
-        self.deadline = None;
-        if self.link.is_none() || self.in_ring() + self.line.len() == 0 {
-            return;
-        }
-        if let Err(why) = self.exchange(io) {
-            self.lose(&why, io);
-        }
+        self.pass(false, io);
+    }
+
+    fn before_sleep(&mut self, io: &mut Io<'_>) {
+        self.pass(true, io);
     }
 
     /// None while the server has nothing to do: a doorbell that came too late would not let the thread sleep.

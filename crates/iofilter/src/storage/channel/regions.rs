@@ -54,6 +54,11 @@ impl Regions {
         known.any(|region| Arc::ptr_eq(&region.arena, arena))
     }
 
+    /// Whether the server has still to answer for one.
+    pub(super) fn are_asked(&self) -> bool {
+        self.0.iter().any(|region| region.state == State::Asked)
+    }
+
     fn show(&mut self, arena: &Arc<Arena>, socket: BorrowedFd<'_>) {
         let memory = arena.shared_memory().filter(|memory| memory.len() <= REGION_BYTES_MAX);
         let Some(memory) = memory.filter(|_| self.0.len() < REGIONS_MAX) else { return };
