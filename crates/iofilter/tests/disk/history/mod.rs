@@ -6,6 +6,7 @@ mod driver;
 mod guest;
 mod over_channel;
 mod over_nbd;
+mod over_server;
 mod program;
 
 use std::collections::HashSet;
