@@ -3,7 +3,7 @@
 /// The regions of a queue: the storage's own buffers, those of the cipher, and a few of stacks that come later.
 pub const REGIONS_MAX: usize = 8;
 
-/// The bytes of a region: four times what a queue's buffers take.
+/// The bytes of a region: twice what a queue's buffers take.
 pub const REGION_BYTES_MAX: usize = 64 << 20;
 
 /// The queues of a connection: a disk has at most as many as its VM has processors that are worth a queue each.

@@ -221,7 +221,10 @@ impl FileDisk {
     pub fn queue(&self) -> Box<dyn Storage> {
         if let Some(channel) = self.channel.as_ref().filter(|_| self.held.is_none()) {
             match channel::Queue::attach(channel, Arc::clone(&self.target)) {
-                Ok(backend) => return Box::new(backend),
+                Ok(backend) => {
+                    tracing::info!("a queue shares memory with vmseal-rbd");
+                    return Box::new(backend);
+                }
                 Err(error) => {
                     tracing::warn!(%error, "there is no queue in memory that is shared with vmseal-rbd; the disk's data goes through its file");
                 }
