@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -51,8 +50,10 @@ impl Host {
         std::fs::create_dir_all(directory.path().join("run/vms")).unwrap();
         // Only its version is asked for: no guest is started here.
         let qemu = directory.path().join("qemu");
-        std::fs::write(&qemu, "#!/bin/sh\necho QEMU emulator version 9.0.0\n").unwrap();
-        std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Another process writes it: a child that another test starts meanwhile would have it open for writing, too, and nobody could run it.
+        let script =
+            r#"printf '#!/bin/sh\necho QEMU emulator version 9.0.0\n' >"$0" && chmod 755 "$0""#;
+        assert!(Command::new("sh").args(["-c", script]).arg(&qemu).status().unwrap().success());
         Self { directory, processes: Vec::new() }
     }
 

@@ -202,15 +202,13 @@ async fn wait_for(mut output: impl AsyncRead + Unpin, words: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
+    use crate::storage::pool::tests::write_script;
 
     /// A script in QEMU's place.
     fn script(directory: &Path, body: &str) -> PathBuf {
         let path = directory.join("qemu");
-        std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        write_script(&path, &format!("#!/bin/sh\n{body}\n"));
         path
     }
 

@@ -383,6 +383,14 @@ pub(crate) mod tests {
         }
     }
 
+    /// Makes a script. Another process writes it: if this one did, a child that another test starts meanwhile would have it open for writing,
+    /// too, and nobody could run it (`ETXTBSY`).
+    pub(crate) fn write_script(program: &Path, text: &str) {
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", r#"printf %s "$1" >"$0" && chmod 700 "$0""#]).arg(program).arg(text);
+        assert!(shell.status().unwrap().success(), "{} is not written", program.display());
+    }
+
     #[test]
     fn arguments_are_those_of_vmseal_rbd() {
         let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool());
@@ -401,7 +409,16 @@ pub(crate) mod tests {
         let start = |option: &str, place: &Path| {
             let mut command = Command::new(&program);
             command.args(["-c", "read nothing", option]).arg(place).stdin(Stdio::piped());
-            command.spawn().unwrap()
+            let child = command.spawn().unwrap();
+            // A spawn may return before the new program has its name and its command line.
+            let line = format!("/proc/{}/cmdline", child.id());
+            let last = [place.as_os_str().as_bytes(), b"\0"].concat();
+            let give_up = Instant::now() + MOUNT_TIMEOUT;
+            while !std::fs::read(&line).unwrap().ends_with(&last) {
+                assert!(Instant::now() < give_up, "{line} is not what was started");
+                std::thread::sleep(MOUNT_INTERVAL);
+            }
+            child
         };
         let mut others =
             [start("--check", &place), start("--run-dir", &directory.path().join("other"))];
@@ -431,7 +448,6 @@ pub(crate) mod tests {
 
     #[test]
     fn a_program_that_fails_says_why_and_nothing_is_mounted() {
-        use std::os::unix::fs::PermissionsExt;
         let directory = tempfile::tempdir().unwrap();
         let program = directory.path().join("vmseal-rbd");
         let run_dir = directory.path().join("run");
@@ -442,8 +458,7 @@ pub(crate) mod tests {
         };
         let missing = start(&pool(), None);
         assert!(missing.detail.contains("install vmseal-rbd"), "{missing}");
-        std::fs::write(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n").unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        write_script(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n");
         if Path::new("/run/systemd/system").is_dir() {
             return;
         }
@@ -455,7 +470,7 @@ pub(crate) mod tests {
         }
         // A key that the server holds is on its standard input alone.
         let said = "#!/bin/sh\necho \"$(cat) $*\" >&2\nexit 1\n";
-        std::fs::write(&program, said).unwrap();
+        write_script(&program, said);
         let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
         let held = RbdPool { keyring: None, ..pool() };
         let refused = start(&held, Some(&key));

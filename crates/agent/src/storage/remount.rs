@@ -250,8 +250,7 @@ fn end(path: &Path, process: u32, still_serves: impl FnOnce() -> bool) -> Result
 pub(crate) mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd;
-    use std::os::unix::fs::PermissionsExt;
-    use std::os::unix::process::ExitStatusExt;
+    use std::os::unix::process::{CommandExt, ExitStatusExt};
     use std::path::PathBuf;
     use std::process::Command;
     use std::sync::mpsc;
@@ -264,7 +263,7 @@ pub(crate) mod tests {
     use vmseal_secret::sealed_box;
 
     use super::*;
-    use crate::storage::pool::tests::pool;
+    use crate::storage::pool::tests::{pool, write_script};
 
     #[test]
     fn a_key_that_the_cluster_refuses_is_found_out_without_mounting() {
@@ -275,8 +274,7 @@ pub(crate) mod tests {
         let (program, place) =
             (directory.path().join(PROGRAM_NAME), directory.path().join("mount"));
         let try_it = |script: &str, key: Option<&SecretBytes>| {
-            std::fs::write(&program, script).unwrap();
-            std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+            write_script(&program, script);
             let keyring = pool().keyring.filter(|_| key.is_none());
             let asked = RbdPool { keyring, ..pool() };
             let (by, in_time) = ((program.as_path(), directory.path()), in_time());
@@ -316,10 +314,9 @@ pub(crate) mod tests {
             (directory.path().join(PROGRAM_NAME), directory.path().join("mount"));
         let asked = directory.path().join("asked");
         // A cluster that is slower than `spare`.
-        let spare = Duration::from_secs(1);
-        let script = format!("#!/bin/sh\necho $1 >> {}\nsleep 1.1\n", asked.display());
-        std::fs::write(&program, script).unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        let spare = Duration::from_secs(3);
+        let script = format!("#!/bin/sh\necho $1 >> {}\nsleep 3.1\n", asked.display());
+        write_script(&program, &script);
         let by = (program.as_path(), directory.path());
         let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
         let late = Instant::now();
@@ -384,8 +381,7 @@ pub(crate) mod tests {
         let (place, run_dir) = (hung.place(), hung.directory.path().join("run"));
         let program = hung.directory.path().join(PROGRAM_NAME);
         // The cluster takes the key.
-        std::fs::write(&program, "#!/bin/sh\nexit 0\n").unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).unwrap();
+        write_script(&program, "#!/bin/sh\nexit 0\n");
         let (answer, answers) = mpsc::channel();
         std::thread::spawn(move || {
             for only_try in [true, false] {
@@ -413,7 +409,8 @@ pub(crate) mod tests {
         let sleep = |name: &str| {
             let program = directory.path().join(name);
             std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
-            let child = Command::new(program).arg("1000").spawn().unwrap();
+            // It may be a program that is told by this name what to do.
+            let child = Command::new(program).arg0("sleep").arg("1000").spawn().unwrap();
             // A spawn may return before the new program has its name.
             let comm = format!("/proc/{}/comm", child.id());
             let give_up = std::time::Instant::now() + TRIAL_TIMEOUT;

@@ -222,7 +222,8 @@ fn zeroes_are_asked_for_and_kept_room_is_not_given_back() {
 fn a_queue_that_goes_waits_for_its_requests() {
     let memory = MemDisk::new(SIZE);
     let (operations, jitter_microseconds) = (Vec::new(), 0);
-    let microseconds = 200_000;
+    // Far more than it takes from the submission to the look at what is in flight.
+    let microseconds = 2_000_000;
     let slow =
         DelaySpec { operations, microseconds, jitter_microseconds, reorders: false, seed: 0 };
     let slow = Delay::new(slow).filter(&Place::simple(SIZE as u64)).unwrap();

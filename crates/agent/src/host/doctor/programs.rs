@@ -134,15 +134,13 @@ fn said_within(limit: Duration, program: &Path, arguments: &[&str]) -> Option<St
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::super::Verdict;
     use super::*;
+    use crate::storage::pool::tests::write_script;
 
     fn script(directory: &Path, body: &str) -> std::path::PathBuf {
         let path = directory.join("program");
-        std::fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        write_script(&path, &format!("#!/bin/sh\n{body}\n"));
         path
     }
 
