@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::{Path, PathBuf};
+use std::process::Output;
 
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
@@ -12,6 +13,7 @@ use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{
     MARKER, count, read_marker_of_disk, stop_counting, write_marker,
 };
+use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::scan::contains;
@@ -268,6 +270,29 @@ fn another_key(bench: &CephInstallation, user: &str) -> PathBuf {
     keyring
 }
 
+/// Does what has the host try a key, again where the cluster was too slow to answer that.
+fn tried(here: &Installation, command: &[&str]) -> Output {
+    let answered = || {
+        let output = here.try_vmseal(command).unwrap();
+        (!said(&output).contains("has not answered within")).then_some(output)
+    };
+    eventually(&format!("the cluster answers {command:?}"), answered).unwrap()
+}
+
+/// The same where it must be refused; what is said.
+fn tried_and_refused(here: &Installation, command: &[&str]) -> String {
+    let output = tried(here, command);
+    assert!(!output.status.success(), "{command:?} was done");
+    said(&output)
+}
+
+/// The same where it must be done; what is printed.
+fn tried_and_done(here: &Installation, command: &[&str]) -> String {
+    let output = tried(here, command);
+    assert!(output.status.success(), "{command:?}: {}", said(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
 /// The server changes the key of a pool, says which one the host uses, and the pool is mounted with it while a guest writes.
 fn keys(bench: &CephInstallation) {
     let here = &bench.here;
@@ -294,7 +319,7 @@ fn keys(bench: &CephInstallation) {
     // The server has the next key before the cluster does, as it is told: the mount goes on, and is not given up for a key that is no good.
     let another = another_key(bench, user);
     let set = ["datastore", "set", "held", "--key-file", text(&another).unwrap()];
-    let refused = here.refused(&set).unwrap();
+    let refused = tried_and_refused(here, &set);
     assert!(refused.contains("the key is not kept, as host 'here' cannot use it"), "{refused}");
     assert_eq!(used(), (first.clone(), true));
     here.vmseal(&[&set[..], &["--force"]].concat()).unwrap();
@@ -302,7 +327,8 @@ fn keys(bench: &CephInstallation) {
     let server = server_at(&place);
     assert!(server.is_some(), "nobody serves it");
     for more in [&["--dry-run"][..], &[]] {
-        let refused = here.refused(&[&["datastore", "remount", "held"], more].concat()).unwrap();
+        let remount = [&["datastore", "remount", "held"], more].concat();
+        let refused = tried_and_refused(here, &remount);
         assert!(refused.contains("stays mounted as it is"), "{refused}");
     }
     assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
@@ -313,24 +339,24 @@ fn keys(bench: &CephInstallation) {
         bench.cluster.ceph(&["auth", "caps", user, "mon", "profile rbd", "osd", osd]);
     };
     allow("profile rbd-read-only pool=vmseal");
-    let refused = here.refused(&["datastore", "remount", "held"]).unwrap();
+    let refused = tried_and_refused(here, &["datastore", "remount", "held"]);
     let cannot = "the pool 'vmseal' cannot be written to";
     assert!(refused.contains(cannot), "{refused}");
-    let refused = here.refused(&set).unwrap();
+    let refused = tried_and_refused(here, &set);
     assert!(refused.contains(cannot), "{refused}");
     assert_eq!((server_at(&place), used()), (server, (first.clone(), false)));
     allow("profile rbd pool=vmseal");
-    here.vmseal(&set).unwrap();
-    let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
+    tried_and_done(here, &set);
+    let planned = tried_and_done(here, &["datastore", "remount", "held", "--dry-run"]);
     assert!(planned.contains("VM 'web': its guest waits for a second or two"), "{planned}");
     assert_eq!(server_at(&place), server, "a dry run has ended it");
-    here.vmseal(&["datastore", "remount", "held"]).unwrap();
+    tried_and_done(here, &["datastore", "remount", "held"]);
     let (second, is_current) = used();
     assert!(is_current && second != first, "{second}");
     assert_ne!(server_at(&place), server);
     stop_counting(&mut console);
     read_marker_of_disk(&mut console);
-    let planned = here.vmseal(&["datastore", "remount", "held", "--dry-run"]).unwrap();
+    let planned = tried_and_done(here, &["datastore", "remount", "held", "--dry-run"]);
     assert!(planned.contains("each host uses the key"), "{planned}");
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
@@ -342,7 +368,7 @@ fn keys(bench: &CephInstallation) {
 
     // A pool with a keyring on its host is mounted with what is in that now.
     let server = bench.server();
-    here.vmseal(&["datastore", "remount", "ceph"]).unwrap();
+    tried_and_done(here, &["datastore", "remount", "ceph"]);
     assert!(bench.server().is_some() && bench.server() != server);
     let keyring = std::fs::read(bench.cluster.user()).unwrap();
     let key = CephxKey::in_file(&keyring, "client.vmseal").unwrap().to_secret().unwrap();
