@@ -7,6 +7,8 @@ use std::process::Output;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::eventually;
 use crate::installation::Installation;
 use crate::kills::Victim;
@@ -127,7 +129,22 @@ pub fn dying_at(
             std::fs::remove_file(&file).unwrap();
         }
     }
-    (at, here.try_vmseal(&["task", "wait", task]).unwrap())
+    if at.is_none() {
+        eprintln!("task {task} has no moment {moment}: nothing died");
+    }
+    let output = here.try_vmseal(&["task", "wait", task]).unwrap();
+    all_connected(here);
+    (at, output)
+}
+
+/// Waits until the server has heard from every host: one that has just begun may end a task before that, and does not know then what VMs do.
+fn all_connected(here: &Installation) {
+    let connected = || {
+        let hosts = here.json(&["host", "list"]).ok()?;
+        let is_connected = |host: &Value| host["connection"] == "connected";
+        hosts.as_array()?.iter().all(is_connected).then_some(())
+    };
+    eventually("all hosts are connected", connected).unwrap();
 }
 
 /// The step at which a task is held next; none when it has ended.
@@ -157,24 +174,37 @@ fn next(
 }
 
 /// The endings of what works on a disk, or has half made it: files and directories that are beside a disk for as long as its task.
-const HALF_MADE: [&str; 11] = [
+const HALF_MADE: [&str; 17] = [
     "creating",
     "importing",
     "copy",
+    "copy-layers",
     "source",
+    "source-layers",
     "mirror",
     "mirror-map",
+    "mirror-pace",
     "copy-tpm",
     "source-tpm",
     "converting",
+    "in-place",
     "in-place-header",
     "in-place-journal",
+    "restoring",
+    "arriving",
 ];
+
+/// How the endings of others begin, which have a task, a snapshot or a core dump behind that.
+const HALF_MADE_OF: [&str; 6] =
+    ["restored-", "tpm-restored-", "copy-memory-", "source-memory-", "copy-core-", "source-core-"];
 
 /// Whether a file is one that no task leaves that has ended as done, failed or undone.
 #[must_use]
 pub fn half_made(file: &Path) -> bool {
-    file.extension().is_some_and(|it| HALF_MADE.iter().any(|ending| it == *ending))
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let (_, ending) = name.split_once('.').unwrap_or_default();
+    HALF_MADE_OF.iter().any(|begin| ending.starts_with(begin))
+        || file.extension().is_some_and(|it| HALF_MADE.iter().any(|ending| it == *ending))
 }
 
 /// Lets every step of all tasks go on meanwhile that are held in a directory.

@@ -25,7 +25,7 @@ const VM: &str = "web";
 /// How many blocks a second fio writes.
 const WRITES: u32 = 300;
 
-/// Fewer moments than most operations have: a run that tries one of each tries one of these.
+/// Fewer moments than most operations have on a VM that runs: a run that tries one of each tries one of these.
 const MOMENTS: usize = 10;
 
 /// More moments than any operation has.
@@ -66,6 +66,16 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
         vec!["vm", "resume", VM],
         vec!["vm", "decrypt", VM, "--policy", "plain", "--yes"],
     ]
+}
+
+/// How many moments of one of these a run chooses from: no more than it has, before and after each step.
+fn moments(operation: &[&str]) -> usize {
+    match operation[..2] {
+        ["disk", "resize"] | ["nic", _] | ["vm", "suspend" | "resume"] => 4,
+        ["disk", _] | ["vm", "prove"] | ["backup", "verify"] | ["dump", _] => 6,
+        ["snapshot", _] | ["vm", "delete"] => 8,
+        _ => MOMENTS,
+    }
 }
 
 /// What is made beside the VM, and is in the way of the next turn.
@@ -111,10 +121,20 @@ fn disturbed(
         // The task may have ended before the death of QEMU is reported.
         let seen = || {
             let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
-            (power != "running").then_some(power)
+            ["off", "suspended"].contains(&&*power).then_some(power)
         };
         if guest_died && eventually("QEMU's death is seen", seen).unwrap() == "off" {
+            let unplugs = matches!(operation[..2], ["disk" | "nic", "remove"]);
+            let is_undone = unplugs && !output.status.success();
+            if is_undone {
+                eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&output.stderr));
+                // What a guest is started with is unplugged while it is off.
+                here.vmseal(operation).unwrap();
+            }
             *guest = guest.take().map(|guest| started_again(here, guest));
+            if is_undone {
+                return;
+            }
         }
         retried(here, VM, operation, &output);
         if here.vm(VM).unwrap()["power"] == "running" {
@@ -190,14 +210,16 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
             let of_run = || {
                 // Those that cost a boot are tried less often.
                 let of = if random.u8(..8) == 0 { 5 } else { 3 };
-                (victims[random.usize(..of)], random.usize(..MOMENTS))
+                (victims[random.usize(..of)], random.usize(..moments(&operation)))
             };
             let (victim, moment) = turn.unwrap_or_else(of_run);
             let victim = match victim {
                 Victim::Filter | Victim::Qemu | Victim::Machine if !alive => Victim::Agent,
                 victim => victim,
             };
-            reached |= disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
+            let has_it = disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
+            assert!(all || has_it, "{operation:?} has fewer moments");
+            reached |= has_it;
         }
         without_holding(&held, || tidy_up(&here, &files));
         if !reached {
@@ -208,9 +230,6 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     stop_and_check(&mut console);
     without_holding(&held, || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap());
 }
-
-/// Fewer moments than most operations have of a VM that is off.
-const MOMENTS_OFF: usize = 6;
 
 /// The size of the disk of the VM that is off, and where noise is on it, in bytes.
 const DISK: u64 = 32 << 20;
@@ -277,6 +296,15 @@ impl WhileOff {
             Self::Start => &["vm", "start", OTHER],
             Self::Stop => &["vm", "stop", OTHER, "--force"],
             Self::Delete => &["vm", "delete", OTHER],
+        }
+    }
+
+    /// How many moments a run chooses from: no more than the operation has, before and after each step.
+    fn moments(self) -> usize {
+        match self {
+            Self::Stop => 2,
+            Self::Start => 4,
+            _ => 6,
         }
     }
 }
@@ -429,7 +457,7 @@ fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_wh
     let one = WhileOff::ALL[random.usize(..WhileOff::ALL.len())];
     let turns: Vec<(Victim, usize)> = match all {
         true => every_moment(&victims).collect(),
-        false => vec![(victims[random.usize(..victims.len())], random.usize(..MOMENTS_OFF))],
+        false => vec![(victims[random.usize(..victims.len())], random.usize(..one.moments()))],
     };
     // Each turn leaves the disk as the guest had it after one more boot.
     for (turn, at) in turns.into_iter().enumerate() {
@@ -444,6 +472,7 @@ fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_wh
             }
             off.check(operation, booted);
         }
+        assert!(all || reached, "{one:?} has fewer moments");
         if !reached {
             break;
         }

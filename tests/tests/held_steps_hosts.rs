@@ -133,22 +133,29 @@ impl Hosts {
         while console.next_count().unwrap() < self.number {}
     }
 
-    /// The files of VMs that are on a datastore, but for leases, which hosts take and give up.
-    fn files(&self, datastore: &str) -> BTreeSet<PathBuf> {
+    /// The files of VMs that are on a datastore, but for leases, which hosts take and give up. None where a directory is removed meanwhile.
+    fn files(&self, datastore: &str) -> Option<BTreeSet<PathBuf>> {
         let directory = match datastore {
             "local" => self.here.path("datastore"),
             other => self.here.path(other),
         };
-        let mut files = self.here.datastore_entries(&directory).unwrap();
+        let mut files = self.here.datastore_entries(&directory).ok()?;
         files.retain(|file| !file.ends_with("vm.lease"));
-        files.into_iter().collect()
+        Some(files.into_iter().collect())
+    }
+
+    /// The same when none of them is being written: an agent writes down what VMs are when their tasks have ended.
+    fn settled_files(&self, datastore: &str) -> BTreeSet<PathBuf> {
+        let is_new = |file: &PathBuf| file.extension().is_some_and(|it| it == "new");
+        let settled = || self.files(datastore).filter(|files| !files.iter().any(is_new));
+        eventually(&format!("no file of {datastore} is being written"), settled).unwrap()
     }
 
     /// Gives the VM to the other host, and something dies at this moment of it; whether it has so many.
     fn disturbed(&mut self, change: Change, (dies, moment): (Dies, usize)) -> bool {
         let source = self.host();
         let destination = other(&source);
-        let before = self.files(SHARED);
+        let before = self.settled_files(SHARED);
         if change == Change::RunningWithDisk {
             self.does(&["vm", "move", VM, "--datastore", own_datastore(&source)]);
         }
@@ -168,6 +175,7 @@ impl Hosts {
         let (at, output) = dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
         if !output.status.success() {
             eprintln!("undone: {}", String::from_utf8_lossy(&output.stderr));
+            self.is_at_rest_or_runs();
             // It may be there although the task is not done: then it stays.
             if self.host() == source {
                 self.does(&command);
@@ -175,12 +183,23 @@ impl Hosts {
         }
         self.check(change, &source);
         if change == Change::RunningWithDisk {
-            let gone = || self.files(own_datastore(&source)).is_empty().then_some(());
+            let gone = || self.files(own_datastore(&source)).filter(BTreeSet::is_empty).map(drop);
             eventually(&format!("nothing is left at {source}"), gone).unwrap();
             self.does(&["vm", "move", VM, "--datastore", SHARED]);
         }
-        assert_eq!(self.files(SHARED), before, "something is left, or is gone");
+        let same = || self.files(SHARED).filter(|files| *files == before).map(drop);
+        eventually("all files are there, and nothing else is left", same)
+            .unwrap_or_else(|error| panic!("{error}: {:?}, not {before:?}", self.files(SHARED)));
         at.is_some()
+    }
+
+    /// Waits until the VM is not between two hosts, and its host is heard: until then it may not move.
+    fn is_at_rest_or_runs(&self) {
+        let settled = || {
+            let power = self.here.vm(VM).ok()?["power"].as_str()?.to_owned();
+            ["off", "suspended", "running"].contains(&&*power).then_some(())
+        };
+        eventually("the VM is off, is suspended or runs", settled).unwrap();
     }
 
     /// The VM is at the other host alone, as it was, and its guest goes on there; then it is off.

@@ -225,7 +225,8 @@ fn what_a_tpm_keeps_goes_there_with_a_vm_that_is_off_or_suspended() {
     let task = west.json(&[&migrate[..], &["--rate", "1M", "--no-wait"]].concat()).unwrap();
     let task = task["id"].as_str().unwrap().to_owned();
     eventually("what its TPM keeps has come", || state(&east).map(drop)).unwrap();
-    assert!(east.refused(&["vm", "start", VM]).is_ok(), "it was there before all of it was");
+    let refused = east.refused(&["vm", "start", VM]).unwrap();
+    assert!(refused.contains("is not made yet"), "{refused}");
     restart_agent(&mut east);
     // It begins again, unless it has failed.
     west.try_vmseal(&["task", "cancel", &task]).unwrap();
