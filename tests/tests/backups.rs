@@ -11,7 +11,7 @@ use vmseal_tests::counting_guest::{MARKER, count, read_marker, started, stop_cou
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{
-    Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
+    Victim, console_again, disks_are_served, during, has_its_turn, some_of, while_the_guest_dies,
 };
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
@@ -113,6 +113,8 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     // What a filter has noted outlives it.
     here.processes_of(VM, "vmseal-filter").unwrap().into_iter().for_each(kill_hard);
     reads(&mut console, "TEXT-OF-THREE");
+    // The guest may be served before the agent knows it.
+    disks_are_served(&here, VM);
     assert_eq!(tracked(&here), 1);
     write(&mut console, "TEXT-OF-FOUR");
     backup(&here, &["create", VM, "four"]);
