@@ -71,8 +71,11 @@ fn hear(socket: &OwnedFd) -> Option<ToFilter> {
     receive::<ToFilter>(socket.as_fd(), true).unwrap().map(|(message, _)| message)
 }
 
-/// Attaches a queue; it, and the file's length, or why not.
-fn attach(connection: &OwnedFd, ticket: Ticket) -> Result<(Queue, u64), i32> {
+/// Asks for a queue: its socket, its ring and that to look at, and what is said; none where the queue ends at once.
+fn ask_for(
+    connection: &OwnedFd,
+    ticket: Ticket,
+) -> (OwnedFd, Requester, OwnedFd, Option<ToFilter>) {
     let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
     let (here, there) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
     let ring = SharedMemory::create(RING_BYTES).unwrap();
@@ -81,12 +84,28 @@ fn attach(connection: &OwnedFd, ticket: Ticket) -> Result<(Queue, u64), i32> {
     let fds = [there.as_fd(), requester.fd()];
     send(connection.as_fd(), &ToServer::Attach { ticket }, &fds).unwrap();
     drop(there);
-    let Some(ToFilter::Attached { errno, size }) = hear(&here) else { panic!("no answer") };
+    let said = hear(&here);
+    (here, requester, looked_at, said)
+}
+
+/// Why no queue is attached; none where one is, or was and has ended.
+fn refusal(connection: &OwnedFd, ticket: Ticket) -> Option<i32> {
+    match ask_for(connection, ticket).3 {
+        Some(ToFilter::Attached { errno, .. }) => Some(errno).filter(|errno| *errno != 0),
+        None => None,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Attaches a queue; it, and the file's length, or why not.
+fn attach(connection: &OwnedFd, ticket: Ticket) -> Result<(Queue, u64), i32> {
+    let (socket, requester, looked_at, said) = ask_for(connection, ticket);
+    let Some(ToFilter::Attached { errno, size }) = said else { panic!("no answer") };
     if errno != 0 {
         return Err(errno);
     }
     let queue = Queue {
-        socket: here,
+        socket,
         requester,
         ring: SharedMemory::map(looked_at, RING_BYTES).unwrap(),
         region: SharedMemory::create(REGION).unwrap(),
@@ -275,7 +294,7 @@ fn many_at_once(file: &File, queue: &mut Queue) {
 fn rights(mount: &Mount) {
     let file = make(&mount.path("rights")).unwrap();
     let connection = connection(mount);
-    let refused = |ticket| attach(&connection, ticket).err();
+    let refused = |ticket| refusal(&connection, ticket);
     assert_eq!(refused(ticket(&file).unwrap()), Some(libc::EOPNOTSUPP), "it is an object");
     file.set_len(LONG).unwrap();
     file.write_all_at(b"as it was", 0).unwrap();
