@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fmt::Debug;
 use std::path::Path;
 use std::process::Output;
 use std::thread::sleep;
@@ -33,6 +34,38 @@ pub fn seeded() -> fastrand::Rng {
     let seed = given.unwrap_or_else(|| fastrand::u64(..));
     eprintln!("VMSEAL_SEED={seed}");
     fastrand::Rng::with_seed(seed)
+}
+
+/// More moments than any operation has.
+pub const MOMENTS_MAX: usize = 60;
+
+/// Disturbs one of these operations at one of its moments, chosen by `random`; with `VMSEAL_ALL`, each of them at every moment. `moments` is how
+/// many a run chooses from, `victims` what can die, and `disturbed` says whether the operation has the moment.
+pub fn disturb_one_or_all<Operation: Copy + Debug, Dies: Copy + 'static>(
+    random: &mut fastrand::Rng,
+    operations: &[Operation],
+    moments: impl Fn(Operation) -> usize,
+    victims: impl Fn(Operation) -> &'static [Dies],
+    mut disturbed: impl FnMut(Operation, (Dies, usize)) -> bool,
+) {
+    if !all_of_all() {
+        let operation = operations[random.usize(..operations.len())];
+        let (victims, moment) = (victims(operation), random.usize(..moments(operation)));
+        let victim = victims[random.usize(..victims.len())];
+        assert!(disturbed(operation, (victim, moment)), "{operation:?} has fewer moments");
+        return;
+    }
+    for operation in operations {
+        for moment in 0..MOMENTS_MAX {
+            let mut reached = false;
+            for victim in victims(*operation) {
+                reached |= disturbed(*operation, (*victim, moment));
+            }
+            if !reached {
+                break;
+            }
+        }
+    }
 }
 
 /// How a task ended in which something was killed.

@@ -15,7 +15,9 @@ use vmseal_tests::fio_guest::{
     flushed, keep_history, ready, started, stop_and_check, write_and_verify,
 };
 use vmseal_tests::guest::{Console, counter_disk};
-use vmseal_tests::held_steps::{Ended, all_of_all, killed_at, seeded, without_holding};
+use vmseal_tests::held_steps::{
+    Ended, MOMENTS_MAX, all_of_all, killed_at, seeded, without_holding,
+};
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
 use vmseal_tests::shell_guest::run;
@@ -27,9 +29,6 @@ const WRITES: u32 = 300;
 
 /// Fewer moments than most operations have on a VM that runs: a run that tries one of each tries one of these.
 const MOMENTS: usize = 10;
-
-/// More moments than any operation has.
-const MOMENTS_MAX: usize = 60;
 
 /// What an operator does, one after the other; at the end all is as it was at the beginning. `to` is a directory for backups, and `files`
 /// are for what is in the clear.

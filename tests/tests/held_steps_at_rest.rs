@@ -17,7 +17,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::{COUNT, counter_disk};
 use vmseal_tests::header::HEAD;
 use vmseal_tests::held_steps::{
-    Ended, all_of_all, begun, half_made, killed_in, seeded, without_holding,
+    Ended, begun, disturb_one_or_all, half_made, killed_in, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
@@ -45,9 +45,6 @@ const FAR: u32 = 10;
 
 /// The most that a guest counts after it was made to run: a boot after each of two deaths, and once for each of two questions.
 const COUNTS_MAX: u32 = 6;
-
-/// More moments than any operation has.
-const MOMENTS_MAX: usize = 60;
 
 /// An empty disk.
 const EMPTY: &str = "datastore=local,size=8MiB,name=extra";
@@ -674,22 +671,11 @@ fn whatever_dies_at_a_step_of_an_operation_at_rest_both_disks_hold_what_they_hav
     }
     let mut random = seeded();
     let mut rest = Rest::new(&mut random);
-    if !all_of_all() {
-        let operation = AtRest::ALL[random.usize(..AtRest::ALL.len())];
-        let (victims, moment) = (operation.victims(), random.usize(..operation.moments()));
-        let victim = victims[random.usize(..victims.len())];
-        assert!(rest.disturbed(operation, (victim, moment)), "{operation:?} has fewer moments");
-        return;
-    }
-    for operation in AtRest::ALL {
-        for moment in 0..MOMENTS_MAX {
-            let mut reached = false;
-            for victim in operation.victims() {
-                reached |= rest.disturbed(operation, (*victim, moment));
-            }
-            if !reached {
-                break;
-            }
-        }
-    }
+    disturb_one_or_all(
+        &mut random,
+        &AtRest::ALL,
+        AtRest::moments,
+        AtRest::victims,
+        |operation, at| rest.disturbed(operation, at),
+    );
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use vmseal_tests::held_steps::{
-    Ended, all_of_all, begun, half_made, killed_in, open_task, seeded, without_holding,
+    Ended, begun, disturb_one_or_all, half_made, killed_in, open_task, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
@@ -30,9 +30,6 @@ const TOLD_ELSE: &str = "VMSEAL-TOLD-32";
 
 /// The roles of the disks that the VM has.
 const ROLES: [&str; 5] = ["cloud_init", "data", "data", "tpm", "uefi_variables"];
-
-/// More moments than any operation has.
-const MOMENTS_MAX: usize = 60;
 
 const VICTIMS: [Victim; 3] = [Victim::Agent, Victim::Server, Victim::Machine];
 
@@ -381,23 +378,11 @@ fn borrowed(command: &[String]) -> Vec<&str> {
 fn whatever_dies_at_a_step_a_vm_has_all_of_its_devices_and_nothing_of_another_is_left() {
     let mut random = seeded();
     let mut devices = Devices::new(&mut random);
-    if !all_of_all() {
-        let operation = Operation::ALL[random.usize(..Operation::ALL.len())];
-        let moment = random.usize(..operation.moments());
-        let victim = VICTIMS[random.usize(..VICTIMS.len())];
-        let reached = devices.disturbed(operation, (victim, moment));
-        assert!(reached, "{operation:?} has fewer moments");
-        return;
-    }
-    for operation in Operation::ALL {
-        for moment in 0..MOMENTS_MAX {
-            let mut reached = false;
-            for victim in VICTIMS {
-                reached |= devices.disturbed(operation, (victim, moment));
-            }
-            if !reached {
-                break;
-            }
-        }
-    }
+    disturb_one_or_all(
+        &mut random,
+        &Operation::ALL,
+        Operation::moments,
+        |_| -> &'static [Victim] { &VICTIMS },
+        |operation, at| devices.disturbed(operation, at),
+    );
 }

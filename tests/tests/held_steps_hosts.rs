@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use vmseal_tests::eventually;
-use vmseal_tests::held_steps::{all_of_all, begun, dying_at, seeded, without_holding};
+use vmseal_tests::held_steps::{begun, disturb_one_or_all, dying_at, seeded, without_holding};
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::two_hosts::{
     self, FILTER, HERE, QEMU, THERE, add_host_with_datastore, only_host, other, own_datastore,
@@ -21,9 +21,6 @@ const VM: &str = "web";
 
 /// The datastore that both hosts have; each has another one alone.
 const SHARED: &str = "shared";
-
-/// More moments than any of these has.
-const MOMENTS_MAX: usize = 40;
 
 /// Fewer than any of these has: before and after each of three steps.
 const MOMENTS: usize = 6;
@@ -234,22 +231,11 @@ impl Hosts {
 fn whatever_dies_at_a_step_the_vm_is_at_the_other_host_alone_and_its_guest_goes_on() {
     let mut random = seeded();
     let mut hosts = Hosts::new();
-    if !all_of_all() {
-        let change = Change::ALL[random.usize(..Change::ALL.len())];
-        let dies = Dies::ALL[random.usize(..Dies::ALL.len())];
-        let reached = hosts.disturbed(change, (dies, random.usize(..MOMENTS)));
-        assert!(reached, "{change:?} has fewer moments");
-        return;
-    }
-    for change in Change::ALL {
-        for moment in 0..MOMENTS_MAX {
-            let mut reached = false;
-            for dies in Dies::ALL {
-                reached |= hosts.disturbed(change, (dies, moment));
-            }
-            if !reached {
-                break;
-            }
-        }
-    }
+    disturb_one_or_all(
+        &mut random,
+        &Change::ALL,
+        |_| MOMENTS,
+        |_| -> &'static [Dies] { &Dies::ALL },
+        |change, at| hosts.disturbed(change, at),
+    );
 }

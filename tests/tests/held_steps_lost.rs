@@ -9,15 +9,14 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use vmseal_tests::eventually;
-use vmseal_tests::held_steps::{Ended, all_of_all, killed_in, open_task, seeded, without_holding};
+use vmseal_tests::held_steps::{
+    Ended, disturb_one_or_all, killed_in, open_task, seeded, without_holding,
+};
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
 use vmseal_tests::two_hosts::QEMU;
 
 const VM: &str = "web";
-
-/// More moments than any of these has.
-const MOMENTS_MAX: usize = 20;
 
 /// Before and after each of the two steps that each of these has.
 const MOMENTS: usize = 4;
@@ -222,23 +221,11 @@ fn whatever_dies_at_a_step_after_a_loss_the_vm_is_there_once_and_has_what_it_had
     let can_reboot = can_reboot();
     let all: Vec<_> =
         Follows::ALL.into_iter().filter(|it| can_reboot || *it != Follows::Autostart).collect();
-    if !all_of_all() {
-        let follows = all[random.usize(..all.len())];
-        let victims = follows.victims();
-        let victim = victims[random.usize(..victims.len())];
-        let reached = losses.disturbed(follows, (victim, random.usize(..MOMENTS)));
-        assert!(reached, "{follows:?} has fewer moments");
-        return;
-    }
-    for follows in all {
-        for moment in 0..MOMENTS_MAX {
-            let mut reached = false;
-            for victim in follows.victims() {
-                reached |= losses.disturbed(follows, (*victim, moment));
-            }
-            if !reached {
-                break;
-            }
-        }
-    }
+    disturb_one_or_all(
+        &mut random,
+        &all,
+        |_| MOMENTS,
+        Follows::victims,
+        |follows, at| losses.disturbed(follows, at),
+    );
 }

@@ -71,8 +71,8 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     start_and_wait((program, run_dir), path, pool, key.as_deref(), MOUNT_TIMEOUT)
 }
 
-/// The lock of a mount point: who has it may mount there, or end what is mounted. Starts of VMs wait for it, so whoever has it waits for
-/// nothing without a limit.
+/// The lock of a mount point. Its holder may mount a pool there, or end the process that serves it. Starts of VMs wait for the lock, so each
+/// wait of the holder has a timeout.
 pub(super) fn mounting(path: &Path) -> Arc<Mutex<()>> {
     let mut all = MOUNTING.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(all.entry(path.to_owned()).or_default())

@@ -177,7 +177,7 @@ pub async fn boot(
         });
     }
     if plan.memory.has_other_medium() {
-        // So its guest learns that what it had read of the former one is not to be had any more.
+        // The guest is told that the medium has changed: it drops what it has cached of the former one.
         cdrom::change(&qmp, medium.as_ref()).await.map_err(internal)?;
     }
     let running = Running {

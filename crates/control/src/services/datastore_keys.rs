@@ -20,8 +20,8 @@ use crate::store::datastore_keys;
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 
-/// How many hosts try a new key. Whoever asks waits for a minute, and a host that gets no answer from the cluster takes 13 seconds: ten for the
-/// answer, three until the process that waits for it has ended.
+/// How many hosts try a new key. The client's request times out after a minute. A host whose cluster does not answer takes 13 seconds: ten for
+/// the answer, three until the process of the trial has ended.
 const TRIALS_MAX: usize = 3;
 
 /// Opens a key that was sealed for a datastore, which is called so in the request.

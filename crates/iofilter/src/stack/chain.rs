@@ -112,8 +112,8 @@ pub trait Storage: Send {
     /// ones. Never blocks.
     fn poll(&mut self, io: &mut Io<'_>);
 
-    /// Called when [`Storage::poll`] had nothing left to do, last before the thread sleeps: has whoever answers wake the
-    /// thread from now on, and then handles what has come meanwhile. Never blocks.
+    /// Called before the thread sleeps, after [`Storage::poll`] found nothing to do. The storage asks to be woken by the next
+    /// answer, and then handles the answers that have come meanwhile. Never blocks.
     fn before_sleep(&mut self, _io: &mut Io<'_>) {}
 
     /// A descriptor that the kernel makes ready when [`Storage::poll`] has something to do; none if

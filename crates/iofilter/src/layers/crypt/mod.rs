@@ -395,8 +395,8 @@ impl Crypt {
         Ok(())
     }
 
-    /// Decrypts the sectors of `from` into `to`, other memory. Whoever changes `from` meanwhile gets what it makes of it
-    /// decrypted, or zeroes, as if that had been stored.
+    /// Decrypts the sectors of `from` into `to`, other memory. `from` may be shared memory: if `vmseal-rbd` changes it meanwhile, the guest
+    /// reads what it would read had `vmseal-rbd` stored other ciphertext.
     fn open_into(&mut self, offset: u64, from: Segment, to: Segment) -> Result<(), IoError> {
         for at in (0..from.len()).step_by(SECTOR) {
             let (sealed, sector) = (from.part(at, SECTOR), to.part(at, SECTOR));
@@ -476,7 +476,8 @@ fn seal(
 /// A sector of zeroes.
 static ZEROES: [u8; SECTOR] = [0; SECTOR];
 
-/// Encrypts zeroes into `target`. Not in place: whoever has the buffer, too, would have what it likes encrypted.
+/// Encrypts zeroes into `target`. The zeroes are not put into `target` first: it may be shared memory, and `vmseal-rbd` could replace them by
+/// plaintext of its choice.
 fn seal_zeroes(cipher: &mut Xts, at: u64, target: Segment) -> Result<(), XtsError> {
     for done in (0..target.len()).step_by(SECTOR) {
         let sector = target.part(done, SECTOR);
