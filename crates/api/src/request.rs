@@ -466,6 +466,10 @@ pub struct CloneVm {
     /// snapshot then, and drops it at its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
+    /// The datastore of the host that all of its disks are made on, by name or id. Without it each is on the datastore of the disk
+    /// that it is a copy of. What a linked clone shares stays where it is: its data disks are on that datastore already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub datastore: Option<String>,
     /// Whether the clone stands on what the snapshot, which is named then, keeps, instead of having a copy: it shares the data and
     /// the data key (DEK) of its disks with the other VM, under a key-encryption key (KEK) of its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

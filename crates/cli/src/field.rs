@@ -260,6 +260,8 @@ mod tests {
         ("compress", "vmseal vm migrate web --compress", "--compress"),
         ("cpu_model", "vmseal policy create p --plain", "--cpu-model"),
         ("datastore", "vmseal vm move web --datastore d", "--datastore"),
+        ("datastore", "vmseal vm clone web new --datastore d", "--datastore"),
+        ("disks", "vmseal vm clone web new --datastore d", "--datastore"),
         ("description", "vmseal snapshot create web", "--description"),
         ("directory", "vmseal backup create web", "--to"),
         ("disks", CREATE, "--disk"),

@@ -181,6 +181,9 @@ pub enum Vm {
         /// Clone what this snapshot keeps
         #[arg(long, value_name = "NAME")]
         snapshot: Option<String>,
+        /// Make all disks of the clone on this datastore of the VM's host, by name or id [default: those of the VM's disks]
+        #[arg(long, value_name = "NAME")]
+        datastore: Option<String>,
         /// Do not freeze the file systems of a guest that runs
         #[arg(long, conflicts_with = "snapshot")]
         no_quiesce: bool,

@@ -1,6 +1,8 @@
 //! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own. Of one
 //! that runs the task takes a snapshot, and drops it.
 
+mod place;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS};
@@ -71,6 +73,8 @@ pub async fn clone(
     room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
     let told = if documents.is_some() { Told::Anew } else { Told::TheSame };
     let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref(), told)?;
+    // What is made beside its first disk is there as well.
+    place::put(&mut write, &origin, &policy, &request, &mut made).await?;
     copies.temporary = temporary;
     if made.iter().any(is_for_cloud_init) {
         let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
@@ -125,8 +129,10 @@ pub async fn clone(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
+        let of_place = place::examine(services, &vm, &policy, &request, (&made, &cards)).await?;
         let mut planned =
             Plan { warnings: room::examine(services, &vm, &made).await?, ..plan(&task, &vm) };
+        planned.warnings.extend(of_place);
         planned.steps.insert(0, room::understood(&vm, &made));
         if let Some(link) = &link {
             planned.warnings.push(shares(&made, link));

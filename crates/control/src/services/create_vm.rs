@@ -262,6 +262,18 @@ async fn examine(
     made: &[disks::Disk],
     cards: &[NicSpec],
 ) -> Result<(), Problem> {
+    examine_disks(services, vm, made, cards).await?;
+    let agent = services.hosts.connected(vm.host)?;
+    super::nics::examine(&*agent, vm.id, cards).await
+}
+
+/// Asks the host whether the disks of a VM could be created, one by one. A field of a problem is that of a disk of a list.
+pub(super) async fn examine_disks(
+    services: &Services,
+    vm: &vms::Vm,
+    made: &[disks::Disk],
+    cards: &[NicSpec],
+) -> Result<(), Problem> {
     let agent = services.hosts.connected(vm.host)?;
     let spec = crate::hosts::spec_of(vm, made, cards);
     for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
@@ -271,7 +283,7 @@ async fn examine(
             ..problem
         })?;
     }
-    super::nics::examine(&*agent, vm.id, cards).await
+    Ok(())
 }
 
 fn check(request: &CreateVm) -> Result<(), Problem> {

@@ -98,7 +98,16 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 )
                 .with(
                     routes!(vms::clone),
-                    [Names, TakesName, NeedsState, AsksHost, NeedsRoom, AsksProvider, StartsTask],
+                    [
+                        Names,
+                        TakesName,
+                        NeedsState,
+                        AsksHost,
+                        NeedsMachine,
+                        NeedsRoom,
+                        AsksProvider,
+                        StartsTask,
+                    ],
                 )
                 .with(
                     routes!(vms::move_disks),
