@@ -11,8 +11,9 @@ use crate::shell_guest::{self, booted, run};
 pub const MARKER: &str = "VMSEAL-MARKER-7";
 /// What cloud-init is told.
 pub const SECRET: &str = "VMSEAL-SECRET-9";
-/// Where the marker is, and where the numbers are, in MiB.
-const MARKER_AT: u32 = 60;
+/// Where the marker is, in MiB.
+pub const MARKER_AT: u32 = 60;
+/// Where the numbers are, in MiB.
 const COUNTER_AT: u32 = 61;
 
 /// An installation with this guest in a running VM.

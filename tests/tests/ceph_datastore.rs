@@ -11,7 +11,7 @@ use vmseal_secret::derive::pool_key_fingerprint;
 use vmseal_tests::ceph::{is_installed, said};
 use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{
-    MARKER, count, read_marker_of_disk, stop_counting, write_marker,
+    MARKER, MARKER_AT, count, read_marker_of_disk, stop_counting, write_marker,
 };
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
@@ -112,6 +112,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     assert!(proof.contains("header authentic") && proof.contains(" 0 in the clear"), "{proof}");
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     drop(console);
+    clones_elsewhere(&bench);
     // Connections to this cluster are in the clear, and a policy may not have that.
     let asks = |messenger| here.vmseal(&["policy", "set", "encrypted", "--messenger", messenger]);
     asks("secure").unwrap();
@@ -135,6 +136,24 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     redundancy(&bench);
     failure_domain(&bench);
     keys(&bench);
+}
+
+/// A clone of the VM, which is off, goes from the pool to a directory, and a clone of that back to the pool.
+fn clones_elsewhere(bench: &CephInstallation) {
+    let here = &bench.here;
+    for (from, to, datastore) in [(VM, "there", "local"), ("there", "back", "ceph")] {
+        here.vmseal(&["vm", "clone", from, to, "--datastore", datastore]).unwrap();
+        let shown = here.vm(to).unwrap();
+        assert_eq!(shown["disks"][0]["datastore"], datastore, "{shown}");
+        assert!(here.disk_has(to, "disk0", MARKER_AT, MARKER).unwrap(), "'{to}' lost its marker");
+    }
+    for image in here.images("there").unwrap() {
+        assert!(!contains(&std::fs::read(&image).unwrap(), MARKER), "{}", image.display());
+    }
+    is_ciphertext(bench);
+    for vm in ["there", "back"] {
+        here.vmseal(&["vm", "delete", vm]).unwrap();
+    }
 }
 
 /// Images are cut into objects as a policy asks, and stay so.

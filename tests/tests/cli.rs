@@ -225,6 +225,7 @@ fn a_shell_is_given_names(here: &Installation) {
     has(&["disk", "show", "a", ""], "disk0");
     has(&["policy", "show", "enc"], "encrypted");
     has(&["vm", "import", "--datastore", ""], "local");
+    has(&["vm", "clone", "a", "new", "--datastore", ""], "local");
     bash_completes_what_is_typed(here);
     // A server that does not answer says nothing that would disturb the line.
     let mut command = here.command().unwrap();

@@ -1,8 +1,9 @@
-//! Clones of a VM that is off, of one that runs, and of a snapshot: they hold the same, and share no key.
+//! Clones of a VM that is off, of one that runs, and of a snapshot, also on another datastore: they hold the same, and share no key.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -36,9 +37,15 @@ fn of(here: &Installation, vms: &[&str]) -> BTreeSet<String> {
     told.collect()
 }
 
+/// The file of a VM's first disk, wherever that is.
+fn first_image(here: &Installation, vm: &str) -> PathBuf {
+    let shown = here.vm(vm).unwrap();
+    here.home(vm).unwrap().join(format!("{}.raw", shown["disks"][0]["id"].as_str().unwrap()))
+}
+
 /// The master keys' ciphertext in the headers, and the first sectors of data.
 fn beginnings(here: &Installation, vms: &[&str]) -> BTreeSet<Vec<u8>> {
-    let first = |vm: &&str| std::fs::read(&here.images(vm).unwrap()[0]).unwrap();
+    let first = |vm: &&str| std::fs::read(first_image(here, vm)).unwrap();
     let parts = |image: Vec<u8>| {
         let data = 16 << 20;
         [image[32 << 10..64 << 10].to_vec(), image[data..data + 4096].to_vec()]
@@ -136,6 +143,83 @@ fn a_vm_that_runs_is_cloned_and_no_snapshot_is_left() {
     assert_eq!(beginnings(&here, &["web", "copy"]).len(), 4, "VMs share a data key");
     // What the guest has written since is in the disk itself.
     assert!(here.disk_has("web", "disk0", TEXT_AT, "TEXT-OF-TWO").unwrap());
+}
+
+/// All disks of a VM are on this datastore, and no file there has any of these texts.
+fn is_sealed_on(here: &Installation, vm: &str, datastore: &str, texts: &[&str]) {
+    let shown = here.vm(vm).unwrap();
+    let disks = shown["disks"].as_array().unwrap();
+    assert!(disks.iter().all(|disk| disk["datastore"] == datastore), "{shown}");
+    let files = here.home_files(vm).unwrap();
+    for disk in disks {
+        let name = format!("{}.raw", disk["id"].as_str().unwrap());
+        assert!(files.iter().any(|file| file.ends_with(&name)), "{name} is not in {files:?}");
+    }
+    for file in files.into_iter().filter(|file| file.is_file()) {
+        let content = std::fs::read(&file).unwrap();
+        let found = texts.iter().find(|text| contains(&content, text));
+        assert_eq!(found, None, "in {}", file.display());
+    }
+}
+
+/// From one directory to another and back: of a VM that runs, of its snapshot, and of a VM that is off.
+#[test]
+fn a_clone_is_on_another_datastore_of_the_host() {
+    let here = Installation::new().unwrap();
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let add = ["datastore", "add", "second", "--host", "here", "--path", text(&second).unwrap()];
+    here.vmseal(&add).unwrap();
+    std::fs::write(here.path("user-data"), "#cloud-config\n# VMSEAL-TOLD-91\n").unwrap();
+    let documents = format!("user-data={}", text(&here.path("user-data")).unwrap());
+    shell_guest::start(&here, "web", "encrypted", &["--cloud-init", &documents]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    here.vmseal(&["snapshot", "create", "web", "one"]).unwrap();
+    write(&mut console, "TEXT-OF-TWO");
+
+    let to = ["--datastore", "second"];
+    let kept = [&["vm", "clone", "web", "kept", "--snapshot", "one"][..], &to].concat();
+    let linked = here.refused(&[&kept[..], &["--linked"]].concat()).unwrap();
+    assert!(linked.contains("a linked clone shares its files there"), "{linked}");
+    let nowhere = here.refused(&["vm", "clone", "web", "kept", "--datastore", "none"]).unwrap();
+    assert!(nowhere.contains("--datastore") && nowhere.contains("'none'"), "{nowhere}");
+    let planned = here.vmseal(&[&kept[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("disk0 (64 MiB on datastore 'second')"), "{planned}");
+    assert_eq!(here.datastore_entries(&second).unwrap(), Vec::<PathBuf>::new());
+
+    here.vmseal(&kept).unwrap();
+    here.vmseal(&[&["vm", "clone", "web", "live"][..], &to].concat()).unwrap();
+    reads(&mut console, "TEXT-OF-TWO");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    drop(console);
+    let texts = ["TEXT-OF-ONE", "TEXT-OF-TWO", "VMSEAL-TOLD-91"];
+    for vm in ["kept", "live"] {
+        is_sealed_on(&here, vm, "second", &texts);
+        has_no_snapshots(&here, vm);
+    }
+    is_sealed_on(&here, "web", "local", &texts);
+    let all = ["web", "kept", "live"];
+    assert_eq!(of(&here, &all).len(), 6, "VMs share a key or an address");
+    assert_eq!(beginnings(&here, &all).len(), 6, "VMs share a data key");
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    assert_eq!(here.datastore_entries(&here.path("datastore")).unwrap(), Vec::<PathBuf>::new());
+
+    for (vm, holds) in [("kept", "TEXT-OF-ONE"), ("live", "TEXT-OF-TWO")] {
+        here.vmseal(&["vm", "start", vm]).unwrap();
+        let mut guest = booted(&here, vm).unwrap();
+        reads(&mut guest, holds);
+        finds(&mut guest, "VMSEAL-TOLD-[0-9]*", "VMSEAL-TOLD-91");
+        here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    }
+    here.vmseal(&["vm", "clone", "kept", "back", "--datastore", "local"]).unwrap();
+    is_sealed_on(&here, "back", "local", &texts);
+    assert!(here.disk_has("back", "disk0", TEXT_AT, "TEXT-OF-ONE").unwrap());
+    for vm in ["kept", "live"] {
+        here.vmseal(&["vm", "delete", vm]).unwrap();
+    }
+    assert_eq!(here.datastore_entries(&second).unwrap(), Vec::<PathBuf>::new());
+    here.vmseal(&["datastore", "remove", "second"]).unwrap();
 }
 
 /// Agent and server die while a VM that runs is cloned: the clone is whole, the guest goes on, and no snapshot is left.

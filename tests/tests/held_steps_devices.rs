@@ -40,6 +40,8 @@ enum Operation {
     Clone,
     /// A clone that is told something else.
     CloneTold,
+    /// A clone on another datastore.
+    CloneElsewhere,
     BackUp,
     Restore,
     /// As a new VM, which gets a new TPM.
@@ -56,10 +58,11 @@ enum Operation {
 }
 
 impl Operation {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Create,
         Self::Clone,
         Self::CloneTold,
+        Self::CloneElsewhere,
         Self::BackUp,
         Self::Restore,
         Self::RestoreAs,
@@ -75,7 +78,10 @@ impl Operation {
 
     /// Whether it makes the other VM.
     fn makes(self) -> bool {
-        matches!(self, Self::Create | Self::Clone | Self::CloneTold | Self::RestoreAs)
+        matches!(
+            self,
+            Self::Create | Self::Clone | Self::CloneTold | Self::CloneElsewhere | Self::RestoreAs
+        )
     }
 
     /// How many moments a run chooses from: no more than the operation has, before and after each step.
@@ -148,6 +154,9 @@ impl Devices {
             Operation::Create => self.create(OTHER),
             Operation::Clone => owned(&["vm", "clone", VM, OTHER]),
             Operation::CloneTold => owned(&["vm", "clone", VM, OTHER, "--cloud-init", &told]),
+            Operation::CloneElsewhere => {
+                owned(&["vm", "clone", VM, OTHER, "--datastore", "second"])
+            }
             Operation::BackUp => owned(&["backup", "create", VM, "full", "--to", &to]),
             Operation::Restore => owned(&["backup", "restore", VM, "full"]),
             Operation::RestoreAs => owned(&["backup", "restore", VM, "full", "--as", OTHER]),
@@ -312,6 +321,13 @@ impl Devices {
                 self.is_whole(OTHER, TOLD);
             }
             Operation::CloneTold => self.is_whole(OTHER, TOLD_ELSE),
+            Operation::CloneElsewhere => {
+                let shown = self.here.vm(OTHER).unwrap();
+                let disks = shown["disks"].as_array().unwrap();
+                assert!(disks.iter().all(|it| it["datastore"] == "second"), "{shown}");
+                assert_eq!(self.homes(), 2, "something of the other VM is beside the first one");
+                self.is_whole(OTHER, TOLD);
+            }
             Operation::BackUp => {
                 self.does_all(&[&["backup", "verify", VM, "full"], &delete_backup]);
                 self.here.refused(&["backup", "show", VM, "full"]).unwrap();

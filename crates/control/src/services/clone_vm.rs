@@ -1,5 +1,5 @@
-//! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own. Of one
-//! that runs the task takes a snapshot, and drops it.
+//! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own, on the same
+//! datastores or all on another one. Of one that runs the task takes a snapshot, and drops it.
 
 mod place;
 

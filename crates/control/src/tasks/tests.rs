@@ -19,6 +19,7 @@ mod cdrom;
 mod change_host;
 mod changes;
 mod clones;
+mod clones_elsewhere;
 mod cloud_init;
 mod defects;
 mod dumps;

@@ -380,3 +380,33 @@ async fn a_template_is_cloned_and_neither_started_nor_changed() {
     assert_eq!(api.patch("vms/web", template(false)).await.body["template"], false);
     api.done(api.post("vms/web/start", Value::Null).await).await;
 }
+
+#[tokio::test]
+async fn a_clone_is_made_on_the_datastore_that_is_named() {
+    let api = Api::new().await;
+    api.done(api.post("vms", vm()).await).await;
+    let second = api.fixture.directory.path().join("second");
+    std::fs::create_dir(&second).unwrap();
+    let place = json!({ "kind": "dir", "path": second });
+    let added = json!({ "name": "second", "host": "here", "location": place });
+    assert_eq!(api.post("datastores", added).await.status.as_u16(), 201);
+    let copy = |datastore: &str| json!({ "name": "copy", "datastore": datastore });
+    let places = async |name: &str| {
+        let shown = api.get(&format!("vms/{name}")).await.body;
+        let disks = shown["disks"].as_array().unwrap().clone();
+        disks.iter().map(|disk| disk["datastore"].clone()).collect::<Vec<_>>()
+    };
+
+    let nowhere = api.post("vms/web/clone", copy("nowhere")).await;
+    nowhere.assert_problem(404, "not-found");
+    assert_eq!(nowhere.body["field"], "datastore", "{}", nowhere.body);
+    let planned = api.post("vms/web/clone?dry_run=true", copy("second")).await;
+    let step = planned.body["steps"][0].to_string();
+    assert!(step.contains("on datastore 'second'") && !step.contains("'local'"), "{step}");
+    api.done(api.post("vms/web/clone", copy("second")).await).await;
+    let before = places("web").await;
+    assert!(before.iter().all(|place| place == "local"), "{before:?}");
+    let made = places("copy").await;
+    assert_eq!(made.len(), before.len());
+    assert!(made.iter().all(|place| place == "second"), "{made:?}");
+}

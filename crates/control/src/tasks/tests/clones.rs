@@ -1,4 +1,4 @@
-//! VMs that are cloned: one that is off, one that runs, and as a clone that is linked to a snapshot.
+//! VMs that are cloned: one that is off, one that runs, each also to another datastore, and as a clone that is linked to a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use vmseal_api::host::DiskRole;
 use vmseal_api::id::{SnapshotId, TaskId};
 use vmseal_api::model::SnapshotState;
 
-use super::mirror::one_of;
+use super::mirror::{one_of, second};
 use super::snapshots::{on_host, rows, taken};
 use super::*;
 use crate::operation::{Copies, Temporary};
@@ -22,6 +22,10 @@ pub(super) enum Cloned {
     Off,
     /// A VM that runs: a snapshot is taken, and dropped.
     Running,
+    /// A VM that is off, to another datastore.
+    OffElsewhere,
+    /// A VM that runs, to another datastore.
+    RunningElsewhere,
     /// A snapshot, on which the clone stands.
     Linked,
 }
@@ -50,10 +54,18 @@ fn kept(of: &Vm, known: &[disks::Disk]) -> snapshots::Snapshot {
 }
 
 impl Cloned {
+    fn runs(self) -> bool {
+        matches!(self, Self::Running | Self::RunningElsewhere)
+    }
+
+    fn goes_elsewhere(self) -> bool {
+        matches!(self, Self::OffElsewhere | Self::RunningElsewhere)
+    }
+
     pub(super) async fn before(self, fixture: &Fixture) {
-        let origin = match self {
-            Self::Running => fixture.running("origin").await,
-            Self::Off | Self::Linked => fixture.made("origin", "encrypted").await,
+        let origin = match self.runs() {
+            true => fixture.running("origin").await,
+            false => fixture.made("origin", "encrypted").await,
         };
         if self == Self::Linked {
             taken(fixture, origin, "base").await;
@@ -61,11 +73,15 @@ impl Cloned {
     }
 
     fn temporary(self) -> Option<Temporary> {
-        (self == Self::Running).then_some(Temporary { quiesce: true })
+        self.runs().then_some(Temporary { quiesce: true })
     }
 
     /// Begins to clone the VM `origin`, as a linked one of its last snapshot: the rows of the clone are there.
     pub(super) async fn begin(self, fixture: &Fixture) -> (VmId, TaskId) {
+        let place = match self.goes_elsewhere() {
+            true => Some(second(fixture).await),
+            false => None,
+        };
         let mut write = fixture.store.write().await.unwrap();
         let origin = vms::find(&mut write, "origin").await.unwrap().unwrap();
         let (id, lifecycle) = (VmId::new(), Lifecycle::Creating);
@@ -73,8 +89,8 @@ impl Cloned {
         vms::insert(&mut write, &vm).await.unwrap();
         let known = disks::of_vm(&mut write, origin.id).await.unwrap();
         let base = match self {
-            Self::Off => None,
-            Self::Running => {
+            Self::Off | Self::OffElsewhere => None,
+            Self::Running | Self::RunningElsewhere => {
                 let kept = kept(&origin, &known);
                 snapshots::insert(&mut write, &kept).await.unwrap();
                 Some(kept)
@@ -85,7 +101,11 @@ impl Cloned {
         };
         let (mut copies, mut linked) = (BTreeMap::new(), BTreeSet::new());
         for (position, from) in known.into_iter().enumerate() {
-            let disk = disks::Disk { id: DiskId::new(), facts: None, ..from.clone() };
+            let mut disk = disks::Disk { id: DiskId::new(), facts: None, ..from.clone() };
+            if let Some(place) = &place {
+                disk.datastore = place.spec_on(fixture.host).unwrap();
+                disk.datastore_name.clone_from(&place.name);
+            }
             disks::insert(&mut write, id, position, &disk).await.unwrap();
             copies.insert(disk.id, from.id);
             let stands = self == Self::Linked && disk.role == DiskRole::Data;
@@ -105,7 +125,7 @@ impl Cloned {
 
     pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (disks, linked) = (BTreeMap::new(), BTreeSet::new());
-        let snapshot = (self != Self::Off).then(SnapshotId::new);
+        let snapshot = (self.runs() || self == Self::Linked).then(SnapshotId::new);
         let temporary = self.temporary();
         let copies = Some(Copies { vm: VmId::new(), snapshot, temporary, disks, linked });
         steps::of(&Operation::CreateVm { vm: VmId::new(), cloud_init: None, copies })
@@ -118,8 +138,9 @@ impl Cloned {
     /// The VM that is cloned is as before, and no snapshot is left that was not there.
     async fn assert_origin(self, fixture: &Fixture, what: &str) {
         let origin = origin(fixture).await;
-        let power = if self == Self::Running { Power::Running } else { Power::Off };
+        let power = if self.runs() { Power::Running } else { Power::Off };
         fixture.assert_whole(origin.id, power, what).await;
+        assert_on(fixture, origin.id, "local", what).await;
         let expected = usize::from(self == Self::Linked);
         assert_eq!(rows(fixture, origin.id).await.len(), expected, "{what}");
         assert_eq!(on_host(fixture, origin.id).await.len(), expected, "{what}");
@@ -127,6 +148,8 @@ impl Cloned {
 
     pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         fixture.assert_whole(vm, Power::Off, what).await;
+        let place = if self.goes_elsewhere() { "second" } else { "local" };
+        assert_on(fixture, vm, place, what).await;
         self.assert_origin(fixture, what).await;
         if self == Self::Linked {
             assert_linked(fixture, vm, what).await;
@@ -166,6 +189,16 @@ impl Cloned {
     }
 }
 
+/// All disks are on this datastore, for the inventory and on the host.
+async fn assert_on(fixture: &Fixture, vm: VmId, datastore: &str, what: &str) {
+    let images = fixture.agent.disks();
+    for disk in fixture.disks(vm).await {
+        assert_eq!(disk.datastore_name, datastore, "{what}: {disk:?}");
+        let image = &images[&disk.id];
+        assert_eq!(image.datastore, disk.datastore.datastore, "{what}: {disk:?} {image:?}");
+    }
+}
+
 /// The clone stands on the snapshot, which cannot be deleted, until its disks are of their own.
 async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
     let (origin, base) = {
@@ -191,6 +224,11 @@ async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_vm_that_is_off_or_runs_is_cloned_or_nothing_of_the_clone_is_left() {
     one_of(&[Cloned::Off, Cloned::Running, Cloned::Linked], Kind::Clone).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_clone_on_another_datastore_is_whole_or_nothing_of_it_is_left_there() {
+    one_of(&[Cloned::OffElsewhere, Cloned::RunningElsewhere], Kind::Clone).await;
 }
 
 /// Fails the commit step permanently, and injects a fault into the undoing of every step before it.

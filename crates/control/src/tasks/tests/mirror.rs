@@ -41,8 +41,8 @@ const ALL: [Mirror; 8] = [
     Mirror { what: What::Move, runs: true, in_place: false },
 ];
 
-/// The datastore that disks are moved to, beside that of the fixture.
-async fn second(fixture: &Fixture) -> datastores::Datastore {
+/// The datastore that disks are moved to, or a VM is cloned to, beside that of the fixture.
+pub(super) async fn second(fixture: &Fixture) -> datastores::Datastore {
     let mut write = fixture.store.write().await.unwrap();
     if let Some(known) = datastores::find(&mut write, "second").await.unwrap() {
         return known;
