@@ -2,10 +2,11 @@
 //! own, in a directory of their own.
 
 use std::fs::Permissions;
+use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Output};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use anyhow::{Context, bail, ensure};
@@ -574,6 +575,19 @@ impl Installation {
     /// A VM's serial console, even if the server has not noticed the end of an earlier one.
     pub fn console(&self, vm: &str) -> anyhow::Result<Console> {
         Console::open(self.command()?.args(["vm", "console", vm, "--force"]))
+    }
+
+    /// `vm vnc` of a VM, and the address at which it shows the screen.
+    ///
+    /// # Errors
+    /// It does not start, or says nothing.
+    pub fn screen(&self, vm: &str) -> anyhow::Result<(Child, String)> {
+        let mut command = self.command()?;
+        let mut shown = command.args(["vm", "vnc", vm]).stdout(Stdio::piped()).spawn()?;
+        let mut address = String::new();
+        let said = shown.stdout.take().context("its output is a pipe")?;
+        BufReader::new(said).read_line(&mut address)?;
+        Ok((shown, address.trim().to_owned()))
     }
 
     /// A VM as `vm show` has it.

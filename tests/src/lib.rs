@@ -58,6 +58,7 @@ pub mod terminal;
 pub mod test_guest;
 pub mod tpm_guest;
 pub mod two_hosts;
+pub mod viewer;
 pub mod wire;
 
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! A real Debian, by the commands that the README has first: what only a guest shows that has cloud-init, an SSH server and QEMU's guest
-//! agent.
+//! A real Debian, by the commands that the README has first: what only a guest shows that has cloud-init, an SSH server, QEMU's guest
+//! agent, and drivers of a whole machine.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -8,7 +8,9 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 use vmseal_tests::eventually;
+use vmseal_tests::guest::medium;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::viewer::Viewer;
 
 const VM: &str = "web1";
 
@@ -31,8 +33,8 @@ fn debian() -> String {
     String::from_utf8(built.stdout).unwrap().lines().last().unwrap().to_owned()
 }
 
-/// A guest that was launched, and lets its owner in by a key; a password was typed, too.
-fn launched(here: &Installation) {
+/// A guest that was launched with `more` options, and lets its owner in by a key; a password was typed, too.
+fn launched(here: &Installation, more: &[&str]) {
     let (image, key) = (debian(), here.path("key"));
     let key = text(&key).unwrap();
     let made =
@@ -40,9 +42,9 @@ fn launched(here: &Installation) {
     assert!(made.unwrap().success());
     let public = format!("{key}.pub");
     let launch = ["vm", "launch", VM, "--image", &image, "--format", "raw", "--ssh-key", &public];
-    let more = ["--password", "--nic", CARD, "--timeout", "15m"];
+    let usual = ["--password", "--nic", CARD, "--timeout", "15m"];
     let typed = format!("{PASSWORD}\n{PASSWORD}\n");
-    let launched = here.answered(&[&launch[..], &more].concat(), &typed).unwrap();
+    let launched = here.answered(&[&launch[..], &usual, more].concat(), &typed).unwrap();
     assert!(launched.status.success(), "{}", String::from_utf8_lossy(&launched.stderr));
     // Its SSH server starts again when cloud-init has set the password, which ends what was connected; its console asks who logs in
     // when its boot has ended, which takes minutes where other guests are at work.
@@ -58,7 +60,8 @@ fn launched(here: &Installation) {
 }
 
 fn in_guest(here: &Installation, command: &[&str]) -> Output {
-    here.try_vmseal(&[&["vm", "guest", "exec", VM, "--"], command].concat()).unwrap()
+    let exec = ["vm", "guest", "exec", VM, "--seconds", "45", "--"];
+    here.try_vmseal(&[&exec[..], command].concat()).unwrap()
 }
 
 /// The password is known to the guest as a hash, and lets its owner in at the console.
@@ -71,6 +74,35 @@ fn lets_its_owner_in_by_the_password(here: &Installation) {
     console.expect("Password: ", 0).unwrap();
     console.type_text(&format!("{PASSWORD}\r")).unwrap();
     console.expect(&format!("debian@{VM}:"), 0).unwrap();
+}
+
+/// The screen shows the login that its owner types at.
+fn shows_a_login_on_its_screen(here: &Installation) {
+    let (mut shown, address) = here.screen(VM).unwrap();
+    let mut viewer = Viewer::connect(&address).unwrap();
+    let before =
+        eventually("a login is shown", || viewer.lit().ok().filter(|lit| *lit > 0)).unwrap();
+    viewer.type_line("debian").unwrap();
+    // The name, and the question for the password below it.
+    eventually("the guest echoes what is typed", || {
+        viewer.lit().ok().filter(|lit| *lit > before + before / 4)
+    })
+    .unwrap();
+    shown.kill().unwrap();
+    shown.wait().unwrap();
+}
+
+/// The guest reads the medium that it was launched with, and the one that is put in its place.
+fn reads_its_drive(here: &Installation, first: &str, second: &str) {
+    let has = |text: &str| {
+        let read = in_guest(here, &["/bin/grep", "-c", "-a", text, "/dev/sr0"]);
+        read.status.success().then_some(())
+    };
+    assert_eq!(has(&format!("VMSEAL-READ {first}")), Some(()));
+    here.vmseal(&["vm", "cdrom", "insert", VM, second]).unwrap();
+    eventually("the guest reads the second medium", || has("VMSEAL-READ second")).unwrap();
+    // A card of the other model would be driven, too.
+    assert!(in_guest(here, &["/sbin/modprobe", "--dry-run", "e1000e"]).status.success());
 }
 
 /// The guest's kernel draws random numbers from the host's.
@@ -134,12 +166,63 @@ fn freezes_its_file_systems(here: &Installation) {
 #[test]
 fn a_debian_is_launched_reached_by_ssh_and_served_by_its_guest_agent() {
     let here = Installation::new().unwrap();
-    launched(&here);
+    let media = ["first", "second"].map(|text| {
+        let path = here.path(&format!("{text}.iso"));
+        medium(&path, text).unwrap();
+        path
+    });
+    let [first, second] = [text(&media[0]).unwrap(), text(&media[1]).unwrap()];
+    launched(&here, &["--cdrom", first]);
     here.vmseal(&["vm", "guest", "ping", VM]).unwrap();
     lets_its_owner_in_by_the_password(&here);
+    shows_a_login_on_its_screen(&here);
     draws_random_numbers(&here);
     runs_programs(&here);
     answers_datagrams(&here);
+    reads_its_drive(&here, "first", second);
     freezes_its_file_systems(&here);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// A vault that only this VM's TPM opens, and only under the same secure boot: LUKS by `systemd-cryptenroll`.
+const VAULT: &str = "cd /root
+truncate -s 32M vault
+printf first >key
+cryptsetup luksFormat -q --pbkdf pbkdf2 --pbkdf-force-iterations 1000 vault key
+device=$(losetup --find --show vault)
+PASSWORD=first systemd-cryptenroll --tpm2-device=auto --tpm2-pcrs=7 --wipe-slot=password $device
+rm key
+/lib/systemd/systemd-cryptsetup attach vault $device - tpm2-device=auto,headless=1
+echo of the vault >/dev/mapper/vault
+sync
+/lib/systemd/systemd-cryptsetup detach vault";
+
+/// The vault opens again, and does not when the register that it is sealed to has another value.
+const OPEN: &str = "device=$(losetup --noheadings --output NAME --associated /root/vault)
+open() { /lib/systemd/systemd-cryptsetup attach vault $device - tpm2-device=auto,headless=1; }
+open
+head -n 1 /dev/mapper/vault
+/lib/systemd/systemd-cryptsetup detach vault
+tpm2_pcrextend 7:sha256=0000000000000000000000000000000000000000000000000000000000000001
+if open; then echo opened in spite of it; fi";
+
+#[test]
+fn a_debian_starts_by_secure_boot_and_its_tpm_opens_a_luks_volume() {
+    let here = Installation::new().unwrap();
+    launched(&here, &["--firmware", "uefi-secure-boot", "--tpm"]);
+    let run = |script: &str| {
+        let said = in_guest(&here, &["/bin/sh", "-euc", script]);
+        let errors = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(said.status.success(), "{script}: {errors}");
+        String::from_utf8(said.stdout).unwrap()
+    };
+    let variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
+    assert_eq!(run(&format!("od -An -tu1 -j4 -N1 {variable}")).trim(), "1");
+    // The firmware has measured itself, and what it lets start.
+    let registers = run("tpm2_pcrread sha256:0,7");
+    let measured = registers.matches("0x").count();
+    assert!(measured == 2 && !registers.contains(&"0".repeat(64)), "{registers}");
+    run(VAULT);
+    assert_eq!(run(OPEN), "of the vault\n");
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }

@@ -20,8 +20,9 @@ const KEY: &str =
 
 /// Programs in place of those of the same names, by which an image is built in seconds: of a system without files, and without
 /// further user ids.
-const PROGRAMS: [(&str, &str); 4] = [
+const PROGRAMS: [(&str, &str); 5] = [
     ("mmdebstrap", r#"cat >/dev/null; tar -cf "${@: -2:1}" -T /dev/null"#),
+    ("mcopy", ""),
     ("newuidmap", ""),
     ("unshare", r#"shift 2; exec "$@""#),
     // The last one before the image gets its name.
@@ -136,8 +137,6 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let debian = ["vm", "launch", "web1", "--image=debian", "--ssh-key", public];
     let said = here.refused(&[&debian[..], &["--policy=none"]].concat()).unwrap();
     assert!(said.contains("none") && !said.contains("building"), "{said}");
-    let said = here.refused(&[&debian[..], &["--firmware=uefi"]].concat()).unwrap();
-    assert!(said.contains("--firmware") && said.contains("BIOS only"), "{said}");
     if !Path::new("/var/lib/vmseal/images/debian.raw").exists() {
         let plan = here.vmseal(&[&debian[..], &["--dry-run"]].concat()).unwrap();
         assert!(plan.contains("1. build the image 'debian'"), "{plan}");
@@ -159,6 +158,18 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     // This guest has no SSH server: it runs, and the wait for it ends.
     let more = ["--ssh-key", public, "--user=me", "--timeout=1s"];
     let image = if a_user_builds_debian(&here) { "debian" } else { image };
+    // What lies there now was not partitioned by this program's script: UEFI finds nothing to start in it.
+    let uefi = command(image, &["--ssh-key", public, "--firmware=uefi"]);
+    if image == "debian"
+        && let Some(mut launch) = of_user(&here, &uefi)
+    {
+        let refused = launch.output().unwrap();
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(
+            said.contains("--firmware") && said.contains("image build debian --force"),
+            "{said}"
+        );
+    }
     let launch = command(image, &more);
     let output = match of_user(&here, &launch) {
         Some(mut launch) => launch.output().unwrap(),

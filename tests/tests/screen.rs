@@ -2,24 +2,14 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use vmseal_tests::installation::Installation;
 
 /// How every screen begins.
 const VNC: &[u8] = b"RFB 003.008\n";
-
-/// `vm vnc`, and the address that it prints.
-fn vnc(here: &Installation, vm: &str) -> (Child, String) {
-    let mut command = here.command().unwrap();
-    let mut shown = command.args(["vm", "vnc", vm]).stdout(Stdio::piped()).spawn().unwrap();
-    let mut address = String::new();
-    BufReader::new(shown.stdout.take().unwrap()).read_line(&mut address).unwrap();
-    (shown, address.trim().to_owned())
-}
 
 fn speaks_vnc(address: &str) -> bool {
     let mut viewer = TcpStream::connect(address).unwrap();
@@ -37,7 +27,7 @@ fn a_screen_is_shown_on_loopback_and_survives_the_agent() {
     let off = here.refused(&["vm", "guest", "ping", "web"]).unwrap();
     assert!(off.contains("does not run"), "{off}");
     here.boot_counter("web").unwrap();
-    let (mut shown, address) = vnc(&here, "web");
+    let (mut shown, address) = here.screen("web").unwrap();
     assert!(address.starts_with("127.0.0.1:"), "{address}");
     for _ in 0..3 {
         assert!(speaks_vnc(&address));

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -51,6 +51,23 @@ pub fn directory() -> anyhow::Result<PathBuf> {
     let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
     let cache = cache.context("where are images kept? HOME is not set: give --dir or --to")?;
     Ok(cache.join("vmseal/images"))
+}
+
+/// Whether a raw image is partitioned as UEFI wants it: with a GPT, whose signature is in the second sector (UEFI
+/// specification 2.10, section 5.3.2).
+///
+/// # Errors
+/// The file system's.
+pub fn has_partitions_for_uefi(image: &Path) -> anyhow::Result<bool> {
+    const SECTOR: u64 = 512;
+    const SIGNATURE: &[u8] = b"EFI PART";
+    let mut found = [0; SIGNATURE.len()];
+    let file = File::open(image).with_context(|| format!("cannot open {}", image.display()))?;
+    match file.read_exact_at(&mut found, SECTOR) {
+        Ok(()) => Ok(found == SIGNATURE),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", image.display())),
+    }
 }
 
 /// What a file in the directory is called, and its format; none for what is no image.
@@ -148,6 +165,21 @@ pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn images_for_uefi_are_told_from_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("debian.raw");
+        for (content, expected) in [
+            ([&[0; 512][..], b"EFI PART", &[0; 504]].concat(), true),
+            (vec![0; 1024], false),
+            (vec![0; 100], false),
+        ] {
+            std::fs::write(&image, content).unwrap();
+            assert_eq!(has_partitions_for_uefi(&image).unwrap(), expected);
+        }
+        assert!(has_partitions_for_uefi(&directory.path().join("none")).is_err());
+    }
 
     #[test]
     fn images_are_listed_and_found_by_name() {

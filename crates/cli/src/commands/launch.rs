@@ -33,7 +33,6 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> anyhow::Result<()> {
     let hardware: Hardware = std::mem::take(&mut options.hardware).into();
-    require_firmware(&options.image, hardware.firmware)?;
     let cloud_init = first_boot::asked(&options.first_boot)?;
     if cloud_init.is_none() {
         let message = "nobody could log in: give --ssh-key FILE, --password or --cloud-init";
@@ -45,6 +44,11 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     };
     let datastore = datastore(server, options.datastore.as_deref()).await?;
     let image = image_of(&options)?;
+    if let Some((file, ImageFormat::Raw)) = &image
+        && options.image == Path::new(DEBIAN)
+    {
+        require_firmware(file, hardware.firmware)?;
+    }
     let is_there = image.is_some();
     let (image, format) = image.unzip();
     first_boot::warn_if_plain(server, &options.policy).await;
@@ -116,13 +120,13 @@ async fn start(server: &ServerClient, path: &str) -> anyhow::Result<()> {
     task::settle(server, Output::Table, started, &Wait::default()).await
 }
 
-/// Refuses Debian's image with a firmware that does not find GRUB in it: the wait for the guest would be in vain.
+/// Refuses an image of Debian that was built when it started with a BIOS only: the wait for the guest would be in vain.
 fn require_firmware(image: &Path, firmware: Firmware) -> anyhow::Result<()> {
-    if firmware == Firmware::Bios || image != Path::new(DEBIAN) {
+    if firmware == Firmware::Bios || images::has_partitions_for_uefi(image)? {
         return Ok(());
     }
     let message = format!(
-        "--firmware: the image '{DEBIAN}' starts with a BIOS only: leave the option out, or give the file of an image that starts with UEFI"
+        "--firmware: the image '{DEBIAN}' was built before it could start with UEFI: build it again (vmseal image build debian --force)"
     );
     Err(Ended::new(Exit::Usage, message).into())
 }
