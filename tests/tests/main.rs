@@ -48,6 +48,7 @@ mod migration_remote;
 mod migration_snapshots;
 mod migration_state;
 mod migration_wire;
+mod mixed_disks;
 mod moves;
 mod network;
 mod network_changes;

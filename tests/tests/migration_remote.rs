@@ -6,11 +6,13 @@
 
 use std::path::{Path, PathBuf};
 
-use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
+use vmseal_tests::counting_guest::{
+    MARKER, SECRET, count, read_marker, read_marker_of_disk, started, stop_counting, write_marker,
+};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::scan::contains;
-use vmseal_tests::shell_guest::{booted, run};
+use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::tpm_guest::{self, DONE, ask, define, extend, keeps, measured, write};
 
 const VM: &str = "web";
@@ -264,6 +266,56 @@ fn what_a_tpm_keeps_goes_there_with_a_vm_that_is_off_or_suspended() {
     let mut guest = west.console(VM).unwrap();
     keeps(&mut guest);
     assert_eq!(measured(&mut guest), register);
+}
+
+/// Each disk is there as it was: what the guest wrote to the one in the clear is readable in its image, and nothing else is.
+#[test]
+fn a_disk_in_the_clear_goes_there_as_it_is_and_back() {
+    const SCRATCH: &str = "VMSEAL-SCRATCH-5";
+    let (west, east) = (Installation::new().unwrap(), other_control_plane());
+    introduce(&west, &east);
+    let scratch = ["--disk", "name=scratch,datastore=local,size=16MiB,encrypted=no"];
+    shell_guest::start(&west, VM, "encrypted", &scratch).unwrap();
+    let mut console = booted(&west, VM).unwrap();
+    write_marker(&mut console);
+    let write = format!("echo {SCRATCH} >/dev/vdb; sync; echo WROTE-$((6 * 7))");
+    run(&mut console, &write, "WROTE-42").unwrap();
+    drop(console);
+    let is_as_it_was = |at: &Installation| {
+        let vm = at.vm(VM).unwrap();
+        let disks = vm["disks"].as_array().unwrap();
+        let are: Vec<_> = disks.iter().map(|disk| &disk["encrypted"]).collect();
+        assert_eq!(are, [&true, &false], "{vm}");
+        let images = at.images(VM).unwrap();
+        let has_scratch = |image: &PathBuf| contains(&std::fs::read(image).unwrap(), SCRATCH);
+        let readable: Vec<_> = images.iter().map(has_scratch).collect();
+        assert_eq!(readable, [false, true], "{vm}");
+    };
+    let reads = |at: &Installation| {
+        let mut console = at.console(VM).unwrap();
+        read_marker_of_disk(&mut console);
+        let read = "echo 3 >/proc/sys/vm/drop_caches; head -n 1 /dev/vdb";
+        run(&mut console, read, SCRATCH).unwrap();
+    };
+    let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    let planned = west.vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
+    assert!(planned.contains("in the clear, as they are: disks 'scratch'"), "{planned}");
+    west.vmseal(&migrate).unwrap();
+    has_gone(&west, &east, true);
+    is_as_it_was(&east);
+    reads(&east);
+
+    // And back, off.
+    east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let (url, token) = (west.url(), west.path("server/admin.token"));
+    let add = ["remote", "add", "west", &url, "--remote-token-file", text(&token).unwrap()];
+    assert!(east.answered(&add, "yes\n").unwrap().status.success());
+    east.vmseal(&["vm", "migrate", VM, "here", "--remote", "west"]).unwrap();
+    is_there(&east, &west, "off", true);
+    is_as_it_was(&west);
+    west.vmseal(&["vm", "start", VM]).unwrap();
+    drop(booted(&west, VM).unwrap());
+    reads(&west);
 }
 
 #[test]

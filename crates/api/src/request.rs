@@ -384,6 +384,10 @@ pub struct CreateDisk {
     /// Take a raw image byte by byte even if it begins as an image of another format does; without this it is refused.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
+    /// Whether it is encrypted; none is as the VM's policy says. Only a VM whose policy encrypts has encrypted disks, and it may have
+    /// others in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 /// Adds a disk to a VM.
@@ -408,14 +412,18 @@ pub struct AddDisk {
     /// Take a raw image byte by byte even if it begins as an image of another format does; without this it is refused.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,
+    /// Whether it is encrypted; none is as the VM's policy says. Only a VM whose policy encrypts has encrypted disks, and it may have
+    /// others in the clear.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 impl AddDisk {
     /// The disk, on this datastore.
     #[must_use]
     pub fn on(self, datastore: String) -> CreateDisk {
-        let Self { name, datastore: _, size, image, format, force } = self;
-        CreateDisk { name, datastore, size, image, format, force }
+        let Self { name, datastore: _, size, image, format, force, encrypted } = self;
+        CreateDisk { name, datastore, size, image, format, force, encrypted }
     }
 }
 

@@ -13,7 +13,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use crate::arguments::{Arguments, Global, Shell};
 use crate::connection;
-use crate::disk_option::DISK_KEYS;
+use crate::disk_option::{DISK_KEYS, YES_NO};
 
 /// The variable by which a shell asks for completions.
 const VARIABLE: &str = "COMPLETE";
@@ -177,6 +177,9 @@ fn disk_option_parts(current: &str, datastores: impl FnOnce() -> Vec<String>) ->
         Some(("format", _)) => {
             ImageFormat::ALL.iter().map(|format| format!("format={}", format.name())).collect()
         }
+        Some(("encrypted", _)) => {
+            YES_NO.iter().map(|(word, _)| format!("encrypted={word}")).collect()
+        }
         Some(_) => Vec::new(),
         None => {
             let given =
@@ -263,10 +266,11 @@ mod tests {
         assert_eq!(parts("d"), ["datastore="]);
         assert_eq!(parts("datastore="), ["datastore=fast", "datastore=bulk"]);
         assert_eq!(parts("datastore=f"), ["datastore=fast"]);
-        let more =
-            ["size=", "name=", "image=", "format="].map(|key| format!("datastore=fast,{key}"));
+        let more = ["size=", "name=", "image=", "format=", "encrypted="]
+            .map(|key| format!("datastore=fast,{key}"));
         assert_eq!(parts("datastore=fast,"), more);
         assert_eq!(parts("size=1G,format=q"), ["size=1G,format=qcow2"]);
+        assert_eq!(parts("size=1G,encrypted="), ["size=1G,encrypted=yes", "size=1G,encrypted=no"]);
         assert!(parts("size=1").is_empty());
     }
 

@@ -1,5 +1,5 @@
-//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT]`. A comma within a value is
-//! doubled, as in QEMU. A disk that is added to a VM has a name, and may be without a datastore.
+//! The value of `--disk`: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=FORMAT][,encrypted=yes|no]`. A comma
+//! within a value is doubled, as in QEMU. A disk that is added to a VM has a name, and may be without a datastore.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,10 @@ use crate::size::parse_size;
 use crate::stream::say;
 
 /// The keys of the option.
-pub const DISK_KEYS: [&str; 5] = ["datastore", "size", "name", "image", "format"];
+pub const DISK_KEYS: [&str; 6] = ["datastore", "size", "name", "image", "format", "encrypted"];
+
+/// The values of its key `encrypted`.
+pub const YES_NO: [(&str, bool); 2] = [("yes", true), ("no", false)];
 
 /// Parses all values of `--disk`, in the order in which they were given.
 pub fn parse_all(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
@@ -74,6 +77,7 @@ fn read(option: &str, parts: Parts, index: usize, terminal: bool) -> anyhow::Res
         image,
         format,
         force: false,
+        encrypted: parts.encrypted,
     })
 }
 
@@ -84,10 +88,12 @@ struct Parts {
     name: Option<String>,
     image: Option<PathBuf>,
     format: Option<ImageFormat>,
+    encrypted: Option<bool>,
 }
 
 fn split(option: &str) -> anyhow::Result<Parts> {
-    let (mut datastore, mut size, mut name, mut image, mut format) = (None, None, None, None, None);
+    let (mut datastore, mut size, mut name) = (None, None, None);
+    let (mut image, mut format, mut encrypted) = (None, None, None);
     for part in parts(option) {
         let (key, value) = part
             .split_once('=')
@@ -103,8 +109,11 @@ fn split(option: &str) -> anyhow::Result<Parts> {
             "format" => format
                 .replace(parse_format(value).with_context(|| format!("--disk {option}"))?)
                 .is_some(),
+            "encrypted" => encrypted
+                .replace(parse_yes_no(value).with_context(|| format!("--disk {option}"))?)
+                .is_some(),
             _ => bail!(
-                "--disk {option}: there is no '{key}'; there are datastore, size, name, image and format"
+                "--disk {option}: there is no '{key}'; there are datastore, size, name, image, format and encrypted"
             ),
         };
         ensure!(!taken, "--disk {option}: '{key}' is given twice");
@@ -113,7 +122,7 @@ fn split(option: &str) -> anyhow::Result<Parts> {
         image.is_some() || format.is_none(),
         "--disk {option}: 'format' is for an image, and none is given"
     );
-    Ok(Parts { datastore, size, name, image, format })
+    Ok(Parts { datastore, size, name, image, format, encrypted })
 }
 
 /// The parts between single commas; a doubled comma is part of a value.
@@ -141,6 +150,11 @@ pub fn parts(option: &str) -> Vec<String> {
 fn parse_format(text: &str) -> anyhow::Result<ImageFormat> {
     let found = ImageFormat::ALL.into_iter().find(|format| format.name() == text);
     found.with_context(|| format!("'{text}' is not a format: raw or qcow2"))
+}
+
+fn parse_yes_no(text: &str) -> anyhow::Result<bool> {
+    let found = YES_NO.into_iter().find(|(word, _)| *word == text);
+    found.map(|(_, is)| is).with_context(|| format!("'{text}' is not yes or no"))
 }
 
 /// Asks for the format of an image. It is not detected: a guest can write any header into a raw disk.
@@ -175,7 +189,8 @@ mod tests {
         assert_eq!((disk.size, disk.name.as_str()), (2 << 30, "root"));
         assert_eq!(disk.image, Some(PathBuf::from("/a.raw")));
         assert_eq!(disk.format, Some(ImageFormat::Raw));
-        assert_eq!(parse("size=4096,datastore=x", 3, false).unwrap().name, "disk3");
+        let disk = parse("size=4096,datastore=x", 3, false).unwrap();
+        assert_eq!((disk.name.as_str(), disk.encrypted), ("disk3", None));
     }
 
     #[test]
@@ -184,8 +199,19 @@ mod tests {
         assert_eq!((disk.datastore, disk.name.as_str()), (None, "logs"));
         let disk = parse_named("datastore=fast,size=1GiB,name=logs").unwrap();
         assert_eq!(disk.datastore.as_deref(), Some("fast"));
+        assert_eq!(disk.encrypted, None);
         let message = parse_named("size=1GiB").unwrap_err().to_string();
         assert!(message.contains("name=NAME"), "{message}");
+    }
+
+    #[test]
+    fn a_disk_says_whether_it_is_encrypted() {
+        for (word, is) in YES_NO {
+            let disk = parse(&format!("datastore=x,size=4096,encrypted={word}"), 0, false).unwrap();
+            assert_eq!(disk.encrypted, Some(is), "{word}");
+            let disk = parse_named(&format!("size=4096,name=logs,encrypted={word}")).unwrap();
+            assert_eq!(disk.encrypted, Some(is), "{word}");
+        }
     }
 
     #[test]
@@ -220,6 +246,8 @@ mod tests {
             ("datastore=x,format=raw,image=/does/not/exist", "/does/not/exist"),
             ("datastore=x,format=qcow2,image=/dev/null", "/dev/null"),
             ("datastore=x,image=/dev/null,format=vmdk", "format=vmdk: 'vmdk' is not a format"),
+            ("datastore=x,size=1MiB,encrypted=luks", "'luks' is not yes or no"),
+            ("datastore=x,size=1MiB,encrypted=no,encrypted=no", "twice"),
             ("datastore=x,size=1MiB,format=raw", "none is given"),
             ("datastore=x,size=1MiB,image=/dev/null", "give the format"),
         ] {

@@ -189,6 +189,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
             image: None,
             format: None,
             force: false,
+            encrypted: None,
         }],
         nics: Vec::new(),
     };

@@ -33,8 +33,8 @@ pub enum Disk {
     Add {
         /// The VM's name or id
         vm: String,
-        /// The disk: `size=SIZE,name=NAME[,datastore=NAME][,image=FILE,format=raw|qcow2]`, as for `vm create` [default
-        /// datastore: that of the VM's first disk]
+        /// The disk: `size=SIZE,name=NAME[,datastore=NAME][,image=FILE,format=raw|qcow2][,encrypted=yes|no]`, as for `vm
+        /// create` [default datastore: that of the VM's first disk]
         #[arg(long, value_name = "OPTIONS")]
         disk: String,
         /// Fill it from an image that is said to be raw even if it begins as an image of another format does

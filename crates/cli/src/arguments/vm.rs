@@ -39,12 +39,13 @@ pub enum Vm {
         /// The host's name or id, where several share the datastores [default: one that answers, with the most memory left]
         #[arg(long)]
         host: Option<String>,
-        /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2]`; may be repeated,
-        /// in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
+        /// A disk: `datastore=NAME,size=SIZE[,name=NAME][,image=FILE,format=raw|qcow2][,encrypted=yes|no]`; may be
+        /// repeated, in boot order. The datastore decides the host; write `HOST:NAME` if several hosts have one of that name.
         /// `image` is a file on the host that the disk is filled from, in `format`, or the name of one of `vmseal
         /// image list`; `size` (20G) may be left out if the image is on this machine too. Disks are named `disk0`,
         /// `disk1`, ... unless `name` is
-        /// given. Write a comma within a value twice (`image=/a,,b.raw`)
+        /// given. A disk is encrypted if the policy encrypts; with `encrypted=no` this one is in the clear all the
+        /// same. `encrypted=yes` needs such a policy. Write a comma within a value twice (`image=/a,,b.raw`)
         #[arg(long = "disk", value_name = "OPTIONS", required = true)]
         disks: Vec<String>,
         /// A network card: `user[,forward=tcp:HOST-PORT:GUEST-PORT]`, `bridge=BRIDGE` or `tap=TAP`, each with
@@ -647,8 +648,9 @@ pub struct Import {
     /// Memory, such as 2G [default: 512MiB, or the domain's]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: Option<u64>,
-    /// A disk, as for `vm create`: `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME]`;
-    /// may be repeated, in boot order
+    /// A disk, as for `vm create`:
+    /// `datastore=NAME,image=FILE,format=raw|qcow2[,size=SIZE][,name=NAME][,encrypted=yes|no]`; may be repeated, in
+    /// boot order
     #[arg(
         long = "disk",
         value_name = "OPTIONS",

@@ -116,6 +116,7 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
             image: Some(disk.image.clone()),
             format: Some(disk.format),
             force: false,
+            encrypted: None,
         })
     };
     let disks = domain.disks.iter().map(disk).collect::<anyhow::Result<_>>()?;

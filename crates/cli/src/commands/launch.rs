@@ -64,6 +64,8 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
             image,
             format,
             force: options.force,
+            // The only disk of the VM is as the policy says.
+            encrypted: None,
         }],
         host: None,
         nics,

@@ -85,9 +85,7 @@ pub async fn clone(
         _ => None,
     };
     if documents.is_some() {
-        // It is as the clone is, also where the clone's first disk is in the clear as that of the other VM.
-        let encrypted = policy.encryption;
-        made.extend(cloud_init::disk(&made).map(|disk| Disk { encrypted, ..disk }));
+        made.extend(cloud_init::disk(&made, policy.encryption));
     }
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));

@@ -167,13 +167,15 @@ fn quoted(text: &str) -> String {
 }
 
 /// The disk for the documents, on the datastore of the first disk. It is small and can be made again, so that it
-/// takes no room before it has to, and nothing of it is cached or replicated.
-pub(super) fn disk(others: &[Disk]) -> Option<Disk> {
+/// takes no room before it has to, and nothing of it is cached or replicated. It is `encrypted` as its VM is, also where the first disk is in
+/// the clear.
+pub(super) fn disk(others: &[Disk], encrypted: bool) -> Option<Disk> {
     let first = others.first()?;
     Some(Disk {
         id: DiskId::new(),
         name: CLOUD_INIT_DISK.to_owned(),
         size: CLOUD_INIT_DISK_SIZE,
+        encrypted,
         role: DiskRole::CloudInit,
         allocation: Allocation::Thin,
         limits: DiskLimits::default(),

@@ -67,10 +67,10 @@ pub async fn create(
     }
     let cards = super::nics::place(&mut write, &request.nics).await?;
     if documents.is_some() {
-        made.extend(cloud_init::disk(&made));
+        made.extend(cloud_init::disk(&made, policy.encryption));
     }
     let for_cloud_init = made.last().map(|disk| disk.id);
-    made.extend(hardware::variables(hardware.firmware, &made));
+    made.extend(hardware::variables(hardware.firmware, &made, policy.encryption));
     made.extend(hardware::tpm(&hardware, &made));
     let vm = vms::Vm {
         id,
@@ -399,6 +399,17 @@ pub(super) struct ChosenHost {
     pub(super) name: String,
 }
 
+/// Whether a disk is encrypted: as it asks, else as the policy has it. What is encrypted needs the key that a VM has whose policy encrypts.
+fn encrypts(policy: &Policy, disk: &CreateDisk) -> Result<bool, String> {
+    match disk.encrypted {
+        Some(true) if !policy.encryption => Err(format!(
+            "cannot be: policy '{}' does not encrypt, so that its VMs have no key. Choose a policy that encrypts, and say of the disks that are to be in the clear that they are not (encrypted=no)",
+            policy.name
+        )),
+        asked => Ok(asked.unwrap_or(policy.encryption)),
+    }
+}
+
 /// The disks on their datastores, which the host must have.
 pub(super) async fn place(
     write: &mut Write<'_>,
@@ -418,6 +429,8 @@ pub(super) async fn place(
             );
             return Err(Problem::invalid(format!("disks[{index}].datastore"), detail));
         };
+        let encrypted = encrypts(policy, disk)
+            .map_err(|detail| Problem::invalid(format!("disks[{index}].encrypted"), detail))?;
         let replica = replica(write, policy, host, &datastore)
             .await
             .map_err(|detail| Problem { field: Some(format!("disks[{index}]")), ..detail })?;
@@ -427,7 +440,7 @@ pub(super) async fn place(
             datastore,
             datastore_name: found.name,
             size: disk.size,
-            encrypted: policy.encryption,
+            encrypted,
             role: DiskRole::Data,
             allocation: policy.allocation,
             limits: policy.limits,

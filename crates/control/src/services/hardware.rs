@@ -73,10 +73,11 @@ fn no_drives(host: &str, version: &str, field: &str) -> Problem {
     Problem { field: Some(field.to_owned()), ..Problem::new(ErrorCode::Unsupported, detail) }
 }
 
-/// The disk for the variables of a firmware that has any.
-pub(super) fn variables(firmware: Firmware, others: &[Disk]) -> Option<Disk> {
+/// The disk for the variables of a firmware that has any; it is `encrypted` as its VM is, also where the first disk is in the clear.
+pub(super) fn variables(firmware: Firmware, others: &[Disk], encrypted: bool) -> Option<Disk> {
     let first = others.first().filter(|_| firmware.has_variables())?;
-    Some(beside(first, VARIABLES_DISK, VARIABLES_SIZE, DiskRole::UefiVariables))
+    let disk = beside(first, VARIABLES_DISK, VARIABLES_SIZE, DiskRole::UefiVariables);
+    Some(Disk { encrypted, ..disk })
 }
 
 /// The disk for the key of a TPM.

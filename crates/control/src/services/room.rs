@@ -43,8 +43,11 @@ pub(super) fn understood(vm: &vms::Vm, made: &[Disk]) -> String {
             Allocation::Preallocated => ", preallocated",
             Allocation::Thin => "",
         };
+        // Of a VM that gets no key none is encrypted, and that is its policy's word.
+        let in_the_clear =
+            if vm.provider.is_some() && !disk.encrypted { ", in the clear" } else { "" };
         let (name, size, datastore) = (&disk.name, Size(disk.size), &disk.datastore_name);
-        format!("{name} ({size} on datastore '{datastore}'{all_of_it})")
+        format!("{name} ({size} on datastore '{datastore}'{all_of_it}{in_the_clear})")
     });
     format!(
         "choose host '{}': virtual processors {}; memory {}; disks {}",

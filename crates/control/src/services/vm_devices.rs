@@ -17,6 +17,7 @@ use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services, examine_change, image_layouts};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
+use crate::store::policies::Policy;
 use crate::store::vms::Vm;
 use crate::store::{nics, policies, snapshots};
 use crate::tasks::Engine;
@@ -43,6 +44,7 @@ pub async fn add_disk(
     let mut write = services.store.write().await?;
     let policy = policies::find(&mut write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
+    require_key(&vm, &policy, &request)?;
     let host = ChosenHost { id: vm.host, name: vm.host_name.clone() };
     let mut made = place(&mut write, std::slice::from_ref(&request), &policy, &host)
         .await
@@ -51,7 +53,7 @@ pub async fn add_disk(
     let Some(disk) = made.pop() else {
         return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
     };
-    // By its policy, also where all other disks of the VM are in the clear.
+    // Also where all other disks of the VM are in the clear.
     if disk.encrypted {
         caller.require(Privilege::EncryptNew)?;
     }
@@ -76,9 +78,8 @@ pub async fn add_disk(
         agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
         let change = VmChange::AddDisk { disk: Box::new(spec) };
         let mut plan = super::vms::plan(&task, &vm);
-        if let Some(chosen) = chosen {
-            plan.steps.insert(0, chosen);
-        }
+        let in_the_clear = in_the_clear(&policy, &disk);
+        plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
         plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
         plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
         return Ok(Outcome::Planned(plan));
@@ -108,6 +109,25 @@ fn on_datastore(
     );
     // By its id: datastores of several hosts may have one name.
     Ok((request.on(first.datastore.datastore.to_string()), Some(chosen)))
+}
+
+/// Refuses an encrypted disk for a VM whose policy does not encrypt: it has no key.
+fn require_key(vm: &Vm, policy: &Policy, request: &CreateDisk) -> Result<(), Problem> {
+    if request.encrypted != Some(true) || policy.encryption {
+        return Ok(());
+    }
+    let detail = format!(
+        "cannot be: policy '{0}' of VM '{1}' does not encrypt, so that the VM has no key. Add the disk without this, and encrypt it then: that gives the VM a key, and leaves its other disks as they are (vmseal vm encrypt {1} --disk {2})",
+        policy.name, vm.name, request.name
+    );
+    Err(Problem::invalid("encrypted", detail))
+}
+
+/// Says that a disk is to be in the clear though the policy of its VM encrypts.
+fn in_the_clear(policy: &Policy, disk: &Disk) -> Option<String> {
+    (policy.encryption && !disk.encrypted).then(|| {
+        format!("leave disk '{}' in the clear, though policy '{}' encrypts", disk.name, policy.name)
+    })
 }
 
 /// The name of a field of `disks[0]`, for a request that has one disk.
@@ -407,6 +427,7 @@ mod tests {
             image: None,
             format: None,
             force: false,
+            encrypted: None,
         };
         let tpm = disk("tpm", DiskRole::Tpm, false);
         let coming = disk("coming", DiskRole::Data, true);

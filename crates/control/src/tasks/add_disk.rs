@@ -156,7 +156,10 @@ async fn attach(run: &Run<'_>) -> Result<(), StepError> {
     let mut write = run.store().write().await?;
     let detail = match disk.role {
         DiskRole::Tpm => "a TPM is added".to_owned(),
-        _ => format!("disk '{}' is added, of {}", disk.name, Size(disk.size)),
+        _ => {
+            let how = if vm.key.is_some() && !disk.encrypted { ", in the clear" } else { "" };
+            format!("disk '{}' is added, of {}{how}", disk.name, Size(disk.size))
+        }
     };
     let (kind, actor) = ("vm.changed", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;

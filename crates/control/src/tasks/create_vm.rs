@@ -248,10 +248,12 @@ pub(super) async fn finish_made(run: &Run<'_>, how: &str) -> Result<(), StepErro
         let _unchanged = run.hosts().lock(run.vm_id).await;
         let vm = run.vm().await?;
         if vm.lifecycle != Lifecycle::Ready {
+            let in_the_clear = in_the_clear(&vm, &run.disks().await?);
             let mut write = run.store().write().await?;
             vms::set_lifecycle(&mut write, vm.id, Lifecycle::Ready).await?;
             let (kind, actor) = ("vm.created", run.task.actor.as_str());
-            let detail = format!("on host '{}', policy '{}'{how}", vm.host_name, vm.policy_name);
+            let (host, policy) = (&vm.host_name, &vm.policy_name);
+            let detail = format!("on host '{host}', policy '{policy}'{how}{in_the_clear}");
             write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
             write.commit().await?;
         }
@@ -261,6 +263,16 @@ pub(super) async fn finish_made(run: &Run<'_>, how: &str) -> Result<(), StepErro
     run.hosts().until_shown(vm.host, &state).await;
     measure_datastores(run).await;
     Ok(())
+}
+
+/// Says for the event which disks of a VM with a key are in the clear.
+fn in_the_clear(vm: &Vm, disks: &[Disk]) -> String {
+    let plain = disks.iter().filter(|disk| vm.key.is_some() && !disk.encrypted);
+    let names: Vec<_> = plain.map(|disk| format!("'{}'", disk.name)).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!(", in the clear: disks {}", names.join(", ")),
+    }
 }
 
 /// Records the free space. Nothing depends on it, and nothing is written to the datastore.

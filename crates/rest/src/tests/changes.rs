@@ -95,6 +95,7 @@ async fn dry_runs_of_changes_change_nothing() {
     let before = api.resources().await;
     let disk = json!({ "name": "more", "datastore": "local", "size": 1 << 20 });
     let beside = json!({ "name": "more", "size": 1 << 20 });
+    let plain = json!({ "name": "more", "size": 1 << 20, "encrypted": false });
     let card = json!({ "backend": { "kind": "user" } });
     let set = json!({ "vcpus": 3, "labels": { "env": "prod" }, "autostart": true });
     let root = "vms/web/disks/root";
@@ -105,6 +106,7 @@ async fn dry_runs_of_changes_change_nothing() {
         (Method::POST, "vms/web/pause", Value::Null, "vm.pause", "pause the guest"),
         (Method::POST, "vms/web/disks", disk, "disk.add", "create the disk"),
         (Method::POST, "vms/web/disks", beside, "disk.add", "choose datastore 'local'"),
+        (Method::POST, "vms/web/disks", plain, "disk.add", "leave disk 'more' in the clear"),
         (Method::POST, "vms/web/nics", card, "nic.add", "give it to the VM"),
         (
             Method::POST,

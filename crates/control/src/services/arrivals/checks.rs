@@ -9,7 +9,7 @@ use vmseal_api::host::version::{
 use vmseal_api::host::{Allocation, CopyRoom, DiskRole, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
-use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival};
+use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival, DiskOfArrival};
 use vmseal_api::size::Size;
 
 use crate::hosts::HostView;
@@ -154,7 +154,7 @@ async fn name_is_free(services: &Services, arrival: &BeginArrival) -> Result<(()
     }
 }
 
-/// The policy, which must treat the VM's disks as they are: they are not encrypted or decrypted on the way.
+/// The policy, which must encrypt if the VM has a key, and not otherwise: disks are not encrypted or decrypted on the way.
 async fn policy_for(
     services: &Services,
     arrival: &BeginArrival,
@@ -169,13 +169,7 @@ async fn policy_for(
         ));
     };
     let name = &policy.name;
-    let all = vm.disks.iter().all(|disk| disk.encrypted == vm.has_key);
-    if !all {
-        return Err(
-            "some disks are encrypted and others are not: encrypt all of them first (vmseal vm encrypt)"
-                .to_owned()
-        );
-    }
+    vm.disks.iter().try_for_each(|disk| require_as_vm(vm, disk))?;
     match (policy.encryption, vm.has_key) {
         (true, false) => {
             return Err(format!(
@@ -201,8 +195,33 @@ async fn policy_for(
     let provider = provider_of(services, &mut write, &policy).await.map_err(failed)?;
     let keys =
         provider.map_or("no key".to_owned(), |it| format!("a new key of provider '{}'", it.name));
-    let detail = format!("'{name}', {keys}");
+    let detail = format!("'{name}', {keys}{}", in_the_clear(vm));
     Ok((policy, detail))
+}
+
+/// Refuses a disk that a VM does not have when it is whole: an encrypted one without the VM's key, and one of the machine's own in the
+/// clear where the VM has a key. Only disks of the guest's may be in the clear then.
+fn require_as_vm(vm: &ArrivingVm, disk: &DiskOfArrival) -> Result<(), String> {
+    let (name, of) = (&vm.name, &disk.name);
+    match (vm.has_key, disk.encrypted) {
+        (false, true) => Err(format!(
+            "disk '{of}' is encrypted, and the VM has no key: decrypt the VM first (vmseal vm decrypt {name})"
+        )),
+        (true, false) if !disk.role.is_data() => Err(format!(
+            "disk '{of}' is in the clear, which is the machine's own, and the VM has a key: encrypt the VM first (vmseal vm encrypt {name})"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// What comes in the clear of a VM that has a key, and stays so.
+fn in_the_clear(vm: &ArrivingVm) -> String {
+    let plain = vm.disks.iter().filter(|disk| vm.has_key && !disk.encrypted);
+    let names: Vec<_> = plain.map(|disk| format!("'{}'", disk.name)).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("; in the clear, as they are: disks {}", names.join(", ")),
+    }
 }
 
 /// Looks at one host; its free memory, and where the disks would be.

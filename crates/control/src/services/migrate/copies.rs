@@ -369,6 +369,7 @@ mod tests {
             size: 1 << 20,
             image: None,
             format: None,
+            encrypted: None,
         };
         let request = CreateVm {
             description: String::new(),

@@ -62,6 +62,7 @@ impl Bench {
             image: None,
             format: None,
             force: false,
+            encrypted: None,
         };
         let request = CreateVm {
             name: name.to_owned(),

@@ -26,6 +26,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         image: None,
         format: None,
         force: false,
+        encrypted: None,
     };
     let user_data = Some(format!("#cloud-config\nwrite_files: [{{content: {MARKER}}}]\n").into());
     let request = CreateVm {

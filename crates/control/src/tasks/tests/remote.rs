@@ -2,6 +2,7 @@
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
 mod at_rest;
+mod in_the_clear;
 mod killed;
 mod with_snapshots;
 mod with_tpm;

@@ -1,12 +1,18 @@
 //! VMs of which some disks are encrypted and others are in the clear.
 
-use vmseal_api::request::{CloneVm, DecryptVm, EncryptVm, RecryptVm, SetPolicy};
+use vmseal_api::cloud_init::{CLOUD_INIT_DISK, CloudInit};
+use vmseal_api::hardware::{Firmware, TPM_DISK, VARIABLES_DISK};
+use vmseal_api::model::Task as Shown;
+use vmseal_api::request::{
+    AddDisk, CloneVm, CreateDisk, CreateVm, DecryptVm, EncryptVm, RecryptVm, SetPolicy,
+};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::mirror::{Mirror, What, assert_agrees};
-use super::{snapshots, *};
+use super::{snapshots, tpm, *};
 use crate::services::{
-    Caller, Outcome, Services, clone_vm, mirror, recrypt, set_policy, vms as vms_service,
+    Caller, Outcome, Services, clone_vm, create_vm, mirror, recrypt, set_policy, vm_devices,
+    vms as vms_service,
 };
 use crate::store::{dumps, policies, vms};
 
@@ -36,6 +42,128 @@ async fn decrypts(fixture: &Fixture, services: &Services, disks: &[&str], in_pla
     let begun = mirror::decrypt(services, &me(), "web", request, false).await;
     let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
     fixture.ends_well(task.id).await;
+}
+
+/// A request for a VM with a TPM and these disks, each with whether it asks to be encrypted.
+fn with_disks(policy: &str, disks: &[(&str, Option<bool>)]) -> CreateVm {
+    let mut request = tpm::request(policy);
+    let disk = request.disks.remove(0);
+    let named = disks.iter().map(|(name, encrypted)| CreateDisk {
+        name: (*name).to_owned(),
+        encrypted: *encrypted,
+        ..disk.clone()
+    });
+    request.disks = named.collect();
+    request
+}
+
+/// Adds a disk.
+async fn adds(
+    services: &Services,
+    name: &str,
+    encrypted: Option<bool>,
+    dry_run: bool,
+) -> Result<Outcome<Shown>, Problem> {
+    let (name, datastore) = (name.to_owned(), None);
+    let (size, image, format, force) = (1 << 20, None, None, false);
+    let request = AddDisk { name, datastore, size, image, format, force, encrypted };
+    vm_devices::add_disk(services, &me(), "web", request, dry_run).await
+}
+
+/// What is the machine's own is encrypted, though the first disk is in the clear.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn each_disk_of_a_new_vm_is_as_it_asks() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let disks = [("scratch", Some(false)), ("root", None), ("data", Some(true))];
+    let mut request = with_disks("encrypted", &disks);
+    request.hardware.firmware = Firmware::Uefi;
+    let user_data = Some("#cloud-config\n".to_owned().into());
+    request.cloud_init = Some(CloudInit { user_data, ..CloudInit::default() });
+    let planned = create_vm::create(&services, &me(), request.clone(), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    let in_the_clear: Vec<_> = plan.steps[0].match_indices(", in the clear").collect();
+    assert_eq!(in_the_clear.len(), 1, "{}", plan.steps[0]);
+    let scratch = "scratch (1 MiB on datastore 'local', in the clear), root (";
+    assert!(plan.steps[0].contains(scratch), "{}", plan.steps[0]);
+
+    let begun = create_vm::create(&services, &me(), request, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    assert_agrees(&fixture, vm, "it is made").await;
+    let disks = fixture.disks(vm).await;
+    let made: Vec<_> = disks.iter().map(|disk| (disk.name.as_str(), disk.encrypted)).collect();
+    let own = [CLOUD_INIT_DISK, VARIABLES_DISK, TPM_DISK].map(|name| (name, true));
+    assert_eq!(made[..3], [("scratch", false), ("root", true), ("data", true)]);
+    assert_eq!(made[3..], own);
+    let shown = vms_service::show(&services, &me(), "web").await.unwrap();
+    assert_eq!(shown.disks_in_the_clear, ["scratch"]);
+    let told = fixture.events("vm.created").await;
+    assert!(told[0].detail.ends_with(", in the clear: disks 'scratch'"), "{told:?}");
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+}
+
+#[tokio::test]
+async fn a_vm_without_a_key_gets_no_encrypted_disk() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let mut request = with_disks("plain", &[("root", Some(false)), ("data", Some(true))]);
+    request.hardware.tpm = false;
+    let refused = create_vm::create(&services, &me(), request.clone(), true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("disks[1].encrypted"), "{refused}");
+    assert!(refused.detail.contains("Choose a policy that encrypts"), "{refused}");
+    request.disks.pop();
+    let planned = create_vm::create(&services, &me(), request, true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    assert!(!plan.steps[0].contains("in the clear"), "its policy says so: {}", plan.steps[0]);
+
+    let vm = fixture.made("web", "plain").await;
+    let refused = adds(&services, "more", Some(true), true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("encrypted"), "{refused}");
+    assert!(refused.detail.contains("vmseal vm encrypt web --disk more"), "{refused}");
+    // As is advised.
+    let begun = adds(&services, "more", None, false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+    encrypts(&fixture, &services, &["more"], false).await;
+    assert_eq!(encrypted(&fixture, vm, "as advised").await, [false, false, true]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_is_added_is_as_it_asks() {
+    for runs in [false, true] {
+        let what = format!("runs: {runs}");
+        let fixture = Fixture::new().await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let vm = fixture.made("web", "encrypted").await;
+        if runs {
+            fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        }
+        let mut expected = vec![true, true];
+        for (name, asks, is) in
+            [("scratch", Some(false), false), ("usual", None, true), ("data", Some(true), true)]
+        {
+            let Ok(Outcome::Planned(plan)) = adds(&services, name, asks, true).await else {
+                panic!("{what}: {name} is not planned");
+            };
+            let told = format!("leave disk '{name}' in the clear, though policy 'encrypted'");
+            assert_eq!(plan.steps.concat().contains(&told), !is, "{what}: {plan:?}");
+            let begun = adds(&services, name, asks, false).await;
+            let Ok(Outcome::Done(task)) = begun else { panic!("{what}: {begun:?}") };
+            fixture.ends_well(task.id).await;
+            expected.push(is);
+            assert_eq!(encrypted(&fixture, vm, &what).await, expected, "{what}: {name}");
+            let told = fixture.events("vm.changed").await;
+            let told = &told.last().unwrap().detail;
+            assert_eq!(told.ends_with(", in the clear"), !is, "{what}: {told}");
+        }
+        let shown = vms_service::show(&services, &me(), "web").await.unwrap();
+        assert_eq!(shown.disks_in_the_clear, ["scratch"], "{what}");
+        // It is as one that was decrypted.
+        encrypts(&fixture, &services, &[], false).await;
+        assert_eq!(encrypted(&fixture, vm, &what).await, [true; 5], "{what}");
+    }
 }
 
 /// The VM gets its key with its first encrypted disk, and loses it only when it is decrypted as a whole.

@@ -18,6 +18,7 @@ pub(super) fn request(policy: &str) -> CreateVm {
         size: 1 << 20,
         image: None,
         format: None,
+        encrypted: None,
     };
     CreateVm {
         description: String::new(),
