@@ -230,7 +230,9 @@ impl BackupManifest {
         }
         if self.suspended && self.version < VERSION {
             let version = self.version;
-            return Err(format!("it says that the VM was suspended, which version {version} does not"));
+            return Err(format!(
+                "it says that the VM was suspended, which version {version} does not"
+            ));
         }
         for (index, disk) in self.disks.iter().enumerate() {
             let of = |what: &str| format!("disk {}: {what}", index + 1);
