@@ -410,6 +410,77 @@ fn a_suspended_vm_is_encrypted_rekeyed_moved_and_decrypted_and_its_guest_goes_on
     assert!(!memory(&here).exists());
 }
 
+/// How much of the disks was read for a backup, in bytes.
+fn read_bytes(here: &Installation, backup: &str) -> u64 {
+    here.json(&["backup", "show", VM, backup]).unwrap()["read_bytes"].as_u64().unwrap()
+}
+
+/// The VM is suspended with this memory, and nothing is left of a backup beside it.
+fn is_as_suspended(here: &Installation, saved: &[u8]) {
+    is_off_and_saved(here);
+    assert!(std::fs::read(memory(here)).unwrap() == saved, "its memory is another one");
+    let names = here.home_files(VM).unwrap().into_iter();
+    let names = names.map(|path| path.file_name().unwrap().to_string_lossy().into_owned());
+    let layers: Vec<_> = names.filter(|name| name.contains(".layer-")).collect();
+    assert_eq!(layers, Vec::<String>::new(), "a layer is not merged");
+}
+
+/// A suspended VM is backed up as it was when it was suspended, but for its memory. Its guest goes on; another VM that is made of the backup
+/// boots from what the disk held then.
+#[test]
+fn a_suspended_vm_is_backed_up_and_its_guest_goes_on() {
+    let (here, mut console) = started("encrypted");
+    // All of this has to be read where it is not known what has changed.
+    let fill = "dd if=/dev/urandom of=/dev/vda bs=1M seek=40 count=16 conv=fsync 2>/dev/null";
+    run(&mut console, &format!("{fill}; echo FILLED-$((6 * 7))"), "FILLED-42").unwrap();
+    let to = here.path("backups");
+    std::fs::create_dir(&to).unwrap();
+    here.vmseal(&["backup", "create", VM, "running", "--to", text(&to).unwrap()]).unwrap();
+    counts(&mut console, 0);
+    suspend(&here, console);
+    let saved = std::fs::read(memory(&here)).unwrap();
+    let why = here.refused(&["vm", "dump", VM]).unwrap();
+    assert!(why.contains("vmseal vm resume web"), "{why}");
+
+    for (name, more) in [("changed", &[][..]), ("again", &[][..]), ("full", &["--full"][..])] {
+        let create = [&["backup", "create", VM, name][..], more].concat();
+        for dry in [&["--dry-run"][..], &[][..]] {
+            let ran = here.try_vmseal(&[&create[..], dry].concat()).unwrap();
+            let told = String::from_utf8(ran.stderr).unwrap();
+            assert!(ran.status.success() && told.contains("as after a power cut"), "{told}");
+        }
+        is_as_suspended(&here, &saved);
+        let shown = here.json(&["backup", "show", VM, name]).unwrap();
+        assert_eq!(shown["contents"]["suspended"], true, "{shown}");
+        let told = here.vmseal(&["backup", "show", VM, name]).unwrap();
+        assert!(told.contains("as after a power cut"), "{told}");
+        here.vmseal(&["backup", "verify", VM, name]).unwrap();
+    }
+    let (all, few) = (16 << 20, 4 << 20);
+    assert!(read_bytes(&here, "running") > all && read_bytes(&here, "full") > all);
+    for name in ["changed", "again"] {
+        let read = read_bytes(&here, name);
+        assert!(read <= few, "{name}: {read} bytes are read");
+    }
+    let why = here.refused(&["backup", "restore", VM, "changed"]).unwrap();
+    assert!(why.contains("vmseal vm resume web") && why.contains("--discard-memory"), "{why}");
+    // As another VM, with the data keys of the one that is suspended: the headers of its disks are marked meanwhile.
+    here.vmseal(&["backup", "restore", VM, "changed", "--as", "other"]).unwrap();
+    is_as_suspended(&here, &saved);
+
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+    here.vmseal(&["backup", "create", VM, "resumed"]).unwrap();
+    here.vmseal(&["backup", "verify", VM, "resumed"]).unwrap();
+    let shown = here.json(&["backup", "show", VM, "resumed"]).unwrap();
+    assert!(shown["contents"].get("suspended").is_none(), "{shown}");
+    here.vmseal(&["vm", "start", "other"]).unwrap();
+    let mut other = booted(&here, "other").unwrap();
+    let disk = format!("dd if=/dev/vda bs=512 skip={NUMBER_AT} count=1 2>/dev/null | tr -dc 0-9");
+    run(&mut other, &format!("echo DISK-$({disk})-RAM-$n-"), "DISK-1-RAM--").unwrap();
+    counts(&mut console, 2);
+}
+
 /// Whatever dies meanwhile, the memory is as the VM is, and its guest goes on.
 #[test]
 fn what_dies_while_a_suspended_vm_is_copied_loses_nothing() {

@@ -275,6 +275,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     exposed(agent, &session).await;
     examine::off(agent, &session).await;
     mirror::suspended(agent, &mut session).await;
+    backups::suspended(agent, &session).await;
     running(agent, &session).await;
     session
 }

@@ -543,7 +543,7 @@ fn is_yes(asked: &bool) -> bool {
     *asked
 }
 
-/// Backs up a VM, which may run, to a directory of its host.
+/// Backs up a VM, which may run or be suspended, to a directory of its host. The saved memory of one that is suspended is not in the backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use vmseal_api::host::backup::{BackupManifest, BackupPlace, VERSION};
+use vmseal_api::host::backup::{BackupManifest, BackupPlace, VERSION, WITH_TPM};
 use vmseal_api::host::{
     BackupJob, BackupKey, Device, DiskFacts, DiskRole, DiskSpec, HostAgent, JobSpec, JobState,
-    RestoreBackupJob, RestoredFrom, VerifyBackupJob, VmSpec,
+    Power, PowerOff, RestoreBackupJob, RestoredFrom, VerifyBackupJob, VmSpec,
 };
 use vmseal_api::id::{BackupId, DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::limits::BACKUP_CHAIN_MAX;
@@ -15,9 +15,10 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
+use super::mirror::{goes_on, suspend};
 use super::snapshots::{drop_snapshot, take};
 use super::tpm::added;
-use super::{Session, done, refused};
+use super::{Session, console, done, refused};
 use crate::keys::{reference_of, seal_for};
 
 fn directory(session: &Session) -> PathBuf {
@@ -192,7 +193,7 @@ pub async fn tpms(agent: &dyn HostAgent, session: &Session) {
     let manifest = done(agent.read_backup(session.place(backup)).await, "the manifest");
     let of_tpm = manifest.disks.iter().find(|disk| disk.disk == tpm).expect("it is in it");
     assert!(of_tpm.tpm.is_some() && of_tpm.facts == facts, "{manifest:?}");
-    assert_eq!(manifest.version, VERSION);
+    assert_eq!(manifest.version, WITH_TPM);
     // The other disk was not asked for.
     let lacks = manifest.contents().lacks;
     assert!(lacks.iter().all(|part| part.role == DiskRole::Data), "{lacks:?}");
@@ -215,6 +216,45 @@ pub async fn tpms(agent: &dyn HostAgent, session: &Session) {
     done(agent.discard_backup(session.place(backup)).await, "removing the backup");
     done(agent.delete_disk(vm, tpm).await, "removing its disk");
     done(agent.register_vm(session.spec.clone()).await, "registering without it");
+}
+
+/// A VM that is suspended is backed up as one that is off, without the memory of its guest: it stays suspended, and its guest goes on
+/// afterwards. The VM is off before and after.
+pub async fn suspended(agent: &dyn HostAgent, session: &Session) {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    done(agent.power_on(vm).await, "starting");
+    session.power(agent, Power::Running).await;
+    // A guest that boots does not hear what is typed.
+    console(agent, session).await;
+    suspend(agent, session).await;
+    let (task, snapshot) = (TaskId::new(), SnapshotId::new());
+    done(agent.put_job(vm, task, take(disk, snapshot)).await, "a snapshot");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    let (full, whole) = session.backed_up(agent, None, snapshot).await;
+    let (above, changed) = session.backed_up(agent, Some(full), snapshot).await;
+    assert_eq!((whole.parent, changed.parent), (None, Some(full)));
+    for manifest in [&whole, &changed] {
+        assert!(manifest.suspended && manifest.version == VERSION, "{manifest:?}");
+        assert!(manifest.contents().suspended, "{manifest:?}");
+    }
+    for backup in [full, above] {
+        let task = TaskId::new();
+        done(agent.put_job(vm, task, verify(session, backup)).await, "verifying");
+        assert_eq!(session.worked(agent, task).await, JobState::Done);
+    }
+    let task = TaskId::new();
+    done(agent.put_job(vm, task, drop_snapshot(disk, snapshot)).await, "dropping the snapshot");
+    assert_eq!(session.worked(agent, task).await, JobState::Done);
+    // What it would go on with is not replaced under its guest.
+    let restored = agent.put_job(vm, TaskId::new(), restore(session, full)).await;
+    refused(restored, ErrorCode::WrongState, "restoring the disks of a guest that is to go on");
+    assert_eq!(session.now(agent).await.power, Power::Suspended);
+    goes_on(agent, session).await;
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
+    assert_eq!(session.now(agent).await.power, Power::Off);
+    for backup in [above, full] {
+        done(agent.discard_backup(session.place(backup)).await, "removing a backup");
+    }
 }
 
 fn of_backup(job: JobSpec) -> BackupJob {

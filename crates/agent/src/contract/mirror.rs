@@ -155,13 +155,14 @@ async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on_with(vm, GENERATION).await, "resuming");
 }
 
-async fn suspend(agent: &dyn HostAgent, session: &Session) {
+/// The memory of the guest is saved.
+pub async fn suspend(agent: &dyn HostAgent, session: &Session) {
     done(agent.suspend(session.vm()).await, "suspending");
     session.power(agent, Power::Suspended).await;
 }
 
 /// The guest of a suspended VM goes on: it echoes, and does not boot.
-async fn goes_on(agent: &dyn HostAgent, session: &Session) {
+pub async fn goes_on(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on(session.vm()).await, "resuming");
     session.power(agent, Power::Running).await;
     let claimed = agent.console(session.vm(), ConsoleClaim::TakeOver).await;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use vmseal_api::host::backup::{BackedUpDisk, BackedUpTpm, BackupManifest, BackupPlace};
 use vmseal_api::host::{
-    BackupJob, BackupKey, DiskFacts, DiskRole, JobSpec, KeyReference, RestoreBackupJob,
+    BackupJob, BackupKey, DiskFacts, DiskRole, JobSpec, KeyReference, Power, RestoreBackupJob,
 };
 use vmseal_api::id::{BackupId, DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -229,7 +229,8 @@ impl Inside {
                 sums_sha256: "0".repeat(64),
             });
         }
-        let manifest = manifest_of(&known.spec, job, disks, known.kek.as_ref())?;
+        let (kek, suspended) = (known.kek.as_ref(), known.power == Power::Suspended);
+        let manifest = manifest_of(&known.spec, job, disks, kek, suspended)?;
         // As a real host removes what is left in the VM's directory.
         self.persisted.backups.unfinished.retain(|_, left| left.vm.vm != vm);
         self.persisted.backups.unfinished.insert(job.backup, manifest.clone());

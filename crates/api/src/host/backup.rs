@@ -14,11 +14,18 @@ use crate::host::{DiskFacts, DiskRole};
 use crate::id::{BackupId, DiskId, VmId, check_name};
 use crate::transfer::ImageFormat;
 
-/// The newest version of manifests, with what a TPM keeps. One without is written as [`WITHOUT_TPM`].
-pub const VERSION: u32 = 2;
+/// The newest version of manifests: of a VM that was suspended. What needs less is written as a version that earlier versions of vmseal
+/// read.
+pub const VERSION: u32 = 3;
 
-/// The version before, which earlier versions of vmseal read.
+/// The first version with what a TPM keeps.
+pub const WITH_TPM: u32 = 2;
+
+/// The first version of all.
 pub const WITHOUT_TPM: u32 = 1;
+
+/// What is said of the backup of a VM that is suspended, wherever one is made, shown or restored.
+pub const WITHOUT_MEMORY: &str = "the saved memory of its guest is not in the backup, and what is restored from it starts as after a power cut";
 
 /// The longest manifest, in bytes: a descriptor, and as much again for the files of the most disks.
 pub const LENGTH_MAX: usize = 2 * DESCRIPTOR_MAX;
@@ -68,6 +75,10 @@ pub struct BackupManifest {
     /// Whether the guest's file systems were frozen at that instant, where that is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quiesced: Option<bool>,
+    /// Whether the VM was suspended: its disks are of the instant at which it was, and the memory of its guest is not in the backup.
+    /// Left out before version 3.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
     /// The VM at that time.
     pub vm: VmDescriptor,
     /// The disks that are in it.
@@ -139,6 +150,10 @@ pub struct BackupContents {
     /// Whether what the TPM kept is of a later instant than the disks, as the agent has restarted between the two.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tpm_later: bool,
+    /// Whether the VM was suspended: the saved memory of its guest is not in the backup, and what is restored from it starts as after a
+    /// power cut.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
 }
 
 /// A disk of a VM, in a backup or not.
@@ -213,6 +228,12 @@ impl BackupManifest {
         if self.disks.len() > DISKS_MAX {
             return Err(format!("it has more than {DISKS_MAX} disks"));
         }
+        if self.suspended && self.version < VERSION {
+            let version = self.version;
+            return Err(format!(
+                "it says that the VM was suspended, which version {version} does not"
+            ));
+        }
         for (index, disk) in self.disks.iter().enumerate() {
             let of = |what: &str| format!("disk {}: {what}", index + 1);
             if !is_file_name(&disk.file) || !is_file_name(&disk.sums) {
@@ -253,7 +274,7 @@ impl BackupManifest {
         match &disk.tpm {
             None if role == DiskRole::Tpm => Err("it lacks what the TPM kept"),
             None => Ok(()),
-            Some(_) if role != DiskRole::Tpm || self.version < VERSION => {
+            Some(_) if role != DiskRole::Tpm || self.version < WITH_TPM => {
                 Err("it has what a TPM kept, and is not the disk of one")
             }
             Some(tpm) if !is_file_name(&tpm.file) => {
@@ -283,7 +304,7 @@ impl BackupManifest {
                 None => lacks.push(part),
             }
         }
-        BackupContents { disks, lacks, tpm_later }
+        BackupContents { disks, lacks, tpm_later, suspended: self.suspended }
     }
 
     /// The bytes that are authenticated: compact JSON of all fields but the MAC.
@@ -310,3 +331,37 @@ impl BackupManifest {
 
 /// The longest header of an image, in bytes: several times as long as vmseal's.
 const DISK_HEADER_MAX: u64 = 64 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The manifest of a VM without disks, of this version.
+    fn manifest(version: u32, suspended: &str) -> String {
+        let id = "01980000-0000-7000-8000-000000000001";
+        format!(
+            r#"{{"version":{version},"backup":"{id}","name":"one","created":"2026-01-02T03:04:05Z"{suspended},"vm":{{"version":2,"vm":"{id}","name":"web","vcpus":1,"memory":1073741824,"policy":"plain","disks":[]}},"disks":[]}}"#
+        )
+    }
+
+    #[test]
+    fn a_backup_says_that_its_vm_was_suspended_and_only_in_a_version_that_says_it() {
+        let suspended = r#","suspended":true"#;
+        for version in [WITHOUT_TPM, WITH_TPM, VERSION] {
+            let running = parse(manifest(version, "").as_bytes()).unwrap();
+            assert!(!running.suspended && !running.contents().suspended);
+            let text = String::from_utf8(running.authenticated().unwrap()).unwrap();
+            assert!(!text.contains("suspended"), "its code is another one than before: {text}");
+        }
+        let read = parse(manifest(VERSION, suspended).as_bytes()).unwrap();
+        assert!(read.suspended && read.contents().suspended);
+        let text = String::from_utf8(read.authenticated().unwrap()).unwrap();
+        assert!(text.contains(suspended), "it is not authenticated: {text}");
+        for earlier in [WITHOUT_TPM, WITH_TPM] {
+            let refused = parse(manifest(earlier, suspended).as_bytes()).unwrap_err().to_string();
+            assert!(refused.contains("was suspended"), "{refused}");
+        }
+        let newer = parse(manifest(VERSION + 1, "").as_bytes()).unwrap_err();
+        assert!(matches!(newer, ManifestError::Version(_)), "{newer}");
+    }
+}

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 68] = [
+pub const FEATURES: [&str; 69] = [
     "job-create",
     "job-export",
     NICS,
@@ -93,6 +93,7 @@ pub const FEATURES: [&str; 68] = [
     MIRROR_REPLICAS,
     IMAGE_LAYOUTS,
     GROW_REPLICA,
+    BACKUP_SUSPENDED,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -186,6 +187,9 @@ pub const TRACKED_BACKUP: &str = "tracked-backup";
 
 /// The feature of agents whose backups have what a TPM keeps, and the disk for cloud-init.
 pub const WHOLE_BACKUP: &str = "backup-beside";
+
+/// The feature of agents that back up VMs which are suspended.
+pub const BACKUP_SUSPENDED: &str = "backup-suspended";
 
 /// The feature of agents that restore a backup of one VM as the disks of another.
 pub const RESTORE_AS: &str = "restore-as";

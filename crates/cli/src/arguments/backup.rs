@@ -30,12 +30,15 @@ pub enum Backup {
         #[arg(short, long)]
         watch: bool,
     },
-    /// Back up a VM, also while it runs, to a directory of its host
+    /// Back up a VM, also while it runs or is suspended, to a directory of its host
     ///
     /// All disks are of one instant; the guest sees a short pause. Its file systems are frozen for that instant if the guest
     /// agent answers (`quiesced`). Encrypted disks are copied as ciphertext, and open with the VM's key alone. What has
     /// changed since the VM's last backup in the directory is copied, or all of it if there is none. What a TPM keeps is of the
     /// same instant, and is copied as it is encrypted.
+    ///
+    /// A VM that is suspended stays so, and is resumed as before. Its disks are backed up as they were when it was suspended; the saved
+    /// memory of its guest is not in the backup, and what is restored from it starts as after a power cut.
     #[command(visible_alias = "take")]
     Create {
         /// The VM's name or id

@@ -1,14 +1,15 @@
 //! Backups of VMs.
 
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::DiskRole;
-use vmseal_api::host::backup::BackupPart;
+use vmseal_api::host::backup::{BackupPart, WITHOUT_MEMORY};
+use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model;
 use vmseal_api::request::{CreateBackup, RestoreBackup};
 use vmseal_api::size::Size;
 
 use super::{list, task};
 use crate::arguments::{Backup, Output};
+use crate::print;
 use crate::rows::backup::is_plain;
 
 pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow::Result<()> {
@@ -23,7 +24,13 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
         Backup::Create { vm, name, to, full, no_quiesce, rate, dry_run, wait } => {
             let (directory, quiesce) = (to, !no_quiesce);
             let request = CreateBackup { name, directory, full, quiesce, rate: rate.rate };
-            task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
+            // The plan of a dry run says it itself.
+            let suspended = !dry_run.dry_run && is_suspended(server, &vm).await;
+            task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await?;
+            if suspended {
+                print::say(format_args!("warning: VM '{vm}' is suspended: {WITHOUT_MEMORY}"));
+            }
+            Ok(())
         }
         Backup::Verify { vm, backup, dry_run, wait } => {
             let path = format!("{}/verify", one(&vm, &backup));
@@ -40,6 +47,12 @@ pub async fn run(server: &ServerClient, output: Output, verb: Backup) -> anyhow:
     }
 }
 
+/// Whether a VM is suspended. One that is not there is refused when it is to be backed up.
+async fn is_suspended(server: &ServerClient, vm: &str) -> bool {
+    let found = server.get::<model::Vm>(&format!("vms/{vm}")).await;
+    found.is_ok_and(|vm| vm.power == Some(Power::Suspended))
+}
+
 fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
     let files =
         backup.bytes.map_or_else(|| "are being written".to_owned(), |it| Size(it).to_string());
@@ -54,6 +67,9 @@ fn details(backup: &model::VmBackup) -> Vec<(&'static str, String)> {
         rows.push(("contains", parts(&contents.disks, contents.tpm_later)));
         if !contents.lacks.is_empty() {
             rows.push(("LACKS", parts(&contents.lacks, false)));
+        }
+        if contents.suspended {
+            rows.push(("memory", format!("the VM was suspended: {WITHOUT_MEMORY}")));
         }
     }
     rows

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
-use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::version::{BACKUP, SNAPSHOTS};
+use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace, WITHOUT_MEMORY};
+use vmseal_api::host::version::{BACKUP, BACKUP_SUSPENDED, SNAPSHOTS};
 use vmseal_api::host::{DatastoreSpec, Device, DiskSpec, Power, VmSpec};
 use vmseal_api::id::{BackupId, DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use vmseal_api::limits::{BACKUP_CHAIN_MAX, BACKUPS_MAX};
@@ -24,8 +24,8 @@ use super::caller::{Caller, Privilege};
 use super::create_vm::check_cpu_model;
 use super::snapshots::{OF_REPLICATED, keepable, require_power};
 use super::vms::{
-    begin, begin_named, begin_paced, check_key, find, find_ready, new_name, require_no_template,
-    require_ready,
+    begin, begin_named, begin_paced, check_key, find, find_ready, new_name, power,
+    require_no_template, require_ready, word,
 };
 use super::{
     Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
@@ -181,7 +181,7 @@ pub async fn show(
     Ok(shown)
 }
 
-/// Backs up the disks of a VM, which may run.
+/// Backs up the disks of a VM, which may run or be suspended.
 pub async fn create(
     services: &Services,
     caller: &Caller,
@@ -192,8 +192,7 @@ pub async fn create(
     caller.require(Privilege::DirectAccess)?;
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     features::require(services, &vm, BACKUP, "back VMs up")?;
-    let remedy = "backups are made while it runs, is paused or is off";
-    require_power(services, &vm, &[Power::Off, Power::Running, Power::Paused], remedy).await?;
+    let suspended = is_suspended(services, &vm).await?;
     check_key(services, &vm)?;
     let pace = super::tasks::work_pace(services, &vm, request.rate)?;
     if let Some(directory) = &request.directory {
@@ -234,7 +233,30 @@ pub async fn create(
     backups::insert(&mut write, &backup).await?;
     let (backup, quiesce) = (backup.id, request.quiesce);
     let operation = Operation::BackUpVm { vm: vm.id, backup, snapshot, quiesce };
-    begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
+    let mut begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
+    if let (Outcome::Planned(plan), true) = (&mut begun, suspended) {
+        plan.warnings.push(format!("VM '{}' is suspended: {WITHOUT_MEMORY}", vm.name));
+    }
+    Ok(begun)
+}
+
+/// Checks that a VM can be backed up as it is now; returns whether it is suspended.
+async fn is_suspended(services: &Services, vm: &Vm) -> Result<bool, Problem> {
+    match power(services, vm).await? {
+        None | Some(Power::Off | Power::Running | Power::Paused) => Ok(false),
+        Some(Power::Suspended) => {
+            features::require(services, vm, BACKUP_SUSPENDED, "back up VMs that are suspended")?;
+            Ok(true)
+        }
+        Some(now) => {
+            let detail = format!(
+                "VM '{}' is {}: backups are made while it runs, is paused, suspended or off",
+                vm.name,
+                word(now)
+            );
+            Err(Problem::new(ErrorCode::WrongState, detail))
+        }
+    }
 }
 
 /// Has a VM's host read the backups that it finds of those that another host has written, so that a new one can be above them.
@@ -434,12 +456,19 @@ fn beside(vm: &Vm, backup: &Backup) -> String {
     )
 }
 
+/// What is said of the memory of a VM that was suspended when it was backed up.
+fn without_memory(manifest: &BackupManifest) -> Option<String> {
+    let said = || format!("the VM was suspended when it was backed up: {WITHOUT_MEMORY}");
+    manifest.suspended.then(said)
+}
+
 /// Has a plan say what is not restored; `then` says what becomes of that.
 fn warned(mut begun: Outcome<Task>, manifest: &BackupManifest, then: &str) -> Outcome<Task> {
     if let Outcome::Planned(plan) = &mut begun {
         let lacks = manifest.contents().lacks;
         let warnings = lacks.iter().map(|it| format!("'{}' is not in it, and {then}", it.name));
         plan.warnings.extend(warnings);
+        plan.warnings.extend(without_memory(manifest));
     }
     begun
 }

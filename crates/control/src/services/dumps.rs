@@ -90,6 +90,13 @@ pub async fn take(
         require_privileges(caller, &vm)?;
     }
     let now = power(services, &vm).await?.unwrap_or(Power::Off);
+    if now == Power::Suspended {
+        let detail = format!(
+            "VM '{0}' is suspended: a core dump is written of a guest that runs or is paused, and not of saved memory. Resume the VM first (vmseal vm resume {0}), then dump it (vmseal vm dump {0})",
+            vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     if !matches!(now, Power::Running | Power::Paused | Power::Stopping) {
         let detail = format!(
             "VM '{}' is {}: only the memory of a guest that runs or is paused can be dumped",

@@ -448,7 +448,7 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
         contents: written.contents,
         ..known
     };
-    let how = told::how(whole.key.as_ref(), &run.disks().await?);
+    let how = told::how(&whole, &run.disks().await?);
     let mut write = run.store().write().await?;
     backups::set_whole(&mut write, &whole).await?;
     let (kind, actor) = ("backup.created", run.task.actor.as_str());

@@ -53,7 +53,7 @@ pub(super) async fn show(
     Ok(Json(services::backups::show(&control, &caller, &vm, &backup).await?))
 }
 
-/// Backs up the disks of a VM, which may run, at one instant, to a directory of its host, encrypted as they are.
+/// Backs up the disks of a VM, which may run or be suspended, at one instant, to a directory of its host, encrypted as they are.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/backups", tag = "backups",
     params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery),
     request_body = Option<CreateBackup>, responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]

@@ -46,6 +46,8 @@ pub struct Creating {
     pub builder: DiskBuilder,
     /// What its guest may have changed of disks since the backup below, as extents, where that is known.
     pub changed: BTreeMap<DiskId, File>,
+    /// Whether the VM is suspended: the memory of its guest is not in the backup.
+    pub suspended: bool,
     /// What the VM's TPM kept when the snapshot was taken, where this agent has taken it.
     pub tpm: Option<Arc<TpmToKeep>>,
 }
@@ -354,7 +356,8 @@ impl Creating {
     }
 
     fn finish(&self, begun: &Begun, disks: Vec<BackedUpDisk>) -> Result<BackupManifest, Problem> {
-        let manifest = manifest_of(&self.spec, &self.job, disks, self.kek.as_ref())?;
+        let kek = self.kek.as_ref();
+        let manifest = manifest_of(&self.spec, &self.job, disks, kek, self.suspended)?;
         begun.files.finish(&manifest)?;
         Ok(manifest)
     }

@@ -34,7 +34,7 @@ pub fn code_of(manifest: &BackupManifest, key: Key<'_>) -> Result<String, Proble
     Ok(code.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The manifest of a backup, authenticated where the VM has a key.
+/// The manifest of a backup, authenticated where the VM has a key; `suspended` says that the VM is.
 ///
 /// # Errors
 /// `internal`: no memory for the key of the MAC.
@@ -43,19 +43,26 @@ pub fn manifest_of(
     job: &BackupJob,
     disks: Vec<BackedUpDisk>,
     kek: Option<&SecretBytes>,
+    suspended: bool,
 ) -> Result<BackupManifest, Problem> {
     // Of no datastore: where its disks are is in the descriptor. Nor are its snapshots in the backup.
     let vm = VmSpec { snapshots: Vec::new(), ..spec.clone() };
     let overlays = disks.iter().any(|disk| disk.format == ImageFormat::Qcow2);
-    // Earlier versions of vmseal restore a backup that has no TPM as they always did.
+    // Earlier versions of vmseal restore what has neither of these as they always did.
     let has_tpm = disks.iter().any(|disk| disk.tpm.is_some());
+    let version = match (suspended, has_tpm) {
+        (true, _) => backup::VERSION,
+        (false, true) => backup::WITH_TPM,
+        (false, false) => backup::WITHOUT_TPM,
+    };
     let mut manifest = BackupManifest {
-        version: if has_tpm { backup::VERSION } else { backup::WITHOUT_TPM },
+        version,
         backup: job.backup,
         name: job.name.clone(),
         created: job.created,
         parent: job.parent.filter(|_| overlays),
         quiesced: job.quiesced,
+        suspended,
         vm: descriptor::of(&vm, DatastoreId::default(), None)?,
         disks,
         mac: None,

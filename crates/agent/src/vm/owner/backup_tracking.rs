@@ -3,7 +3,7 @@
 //! ```text
 //!   backup 1: [bitmap 1 starts] ─► snapshot ─► ...        backup 2: [bitmap 2 starts] ─► snapshot ─► bitmap 1 is read ─► ... ─► named: bitmap 1 ends
 //! ```
-//! While the VM is off no filter marks: what its last one has kept is read and changed at the same instants, if nothing has written to
+//! While the VM is off or suspended no filter marks: what its last one has kept is read and changed at the same instants, if nothing has written to
 //! the disk since. Of a backup that fails it is as after one of a running VM that does: the bitmap of the backup below is there, with all
 //! that it had.
 //!
@@ -102,6 +102,7 @@ impl Owner {
 }
 
 impl Owner {
+    /// Whether no filter serves its disks to a guest: it is off, or suspended.
     fn is_off(&self) -> bool {
         matches!(self.state, State::Off)
     }

@@ -84,6 +84,7 @@ impl Owner {
             job: job.clone(),
             builder: Workers::builder_of_export(&self.shared, first),
             changed: self.changed_since(job).await,
+            suspended: self.power() == Power::Suspended,
             tpm: self.kept_tpm.clone().filter(|(of, _)| *of == job.snapshot).map(|(_, it)| it),
         };
         timed::call(&job.directory, move || creating.check().map(|()| creating)).await

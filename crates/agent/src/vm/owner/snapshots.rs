@@ -5,7 +5,7 @@
 //!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed; a replica is copied anew
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
-//!            the active one, VM off ─────────────► merged; ends when the VM starts
+//!            the active one, VM off or suspended ► merged; ends when the VM starts
 //!            the active one, large, VM running ──► a new layer above it: it is the first case now ([`crate::vm::convergence`])
 //!            the active one, small, VM running ──► disk waits, merged, taken off the note, and out of the filter ([`super::merge_served`])
 //! ```
@@ -327,7 +327,7 @@ impl Owner {
                 }
                 (None, _) => return Ok(Next::Done),
                 (Some(ToMerge { upper, active: false }), _)
-                | (Some(ToMerge { upper, active: true }), Power::Off) => {
+                | (Some(ToMerge { upper, active: true }), Power::Off | Power::Suspended) => {
                     let merging = self.merging(&spec, upper, false)?;
                     let slowdown = self.slowdown(disk).await;
                     self.workers.begin_merge(disk, merging, slowdown);
@@ -347,7 +347,7 @@ impl Owner {
                         merged?;
                     }
                 }
-                // When it runs, or is off.
+                // When it runs, is off or suspended.
                 (Some(_), _) => return Ok(Next::Later),
             }
         }

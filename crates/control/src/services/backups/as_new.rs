@@ -14,7 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RestoreBackup;
 
 use super::reader::{Reader, require_found};
-use super::{OfVm, define, manifest_of, replicas, require_places, shared_keys};
+use super::{OfVm, define, manifest_of, replicas, require_places, shared_keys, without_memory};
 use crate::operation::{Definition, Operation};
 use crate::services::caller::{Caller, Privilege};
 use crate::services::create_vm::provider_of;
@@ -179,6 +179,7 @@ fn warnings(of: &OfVm, backup: &Backup, manifest: &BackupManifest, vm: &Vm) -> V
     let lacks = lacks.iter().filter(|it| it.role != DiskRole::Tpm);
     warnings
         .extend(lacks.map(|it| format!("'{}' is not in it, and the VM will not have it", it.name)));
+    warnings.extend(without_memory(manifest));
     warnings.push(format!(
         "the guest is what it was, with its host name, SSH host keys and machine id, and its network cards have new addresses: change it before it meets the guest of VM '{}'",
         of.name()

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use vmseal_api::cloud_init::CloudInit;
 use vmseal_api::host::KeyReference;
 use vmseal_api::host::backup::BackupPart;
-use vmseal_api::host::version::WHOLE_BACKUP;
+use vmseal_api::host::version::{BACKUP_SUSPENDED, WHOLE_BACKUP};
 use vmseal_api::id::{BackupId, SnapshotId};
 use vmseal_api::model::{self, BackupState, SnapshotState};
 use vmseal_api::problem::ErrorCode;
@@ -25,6 +25,8 @@ use crate::store::{backups, keys, snapshots};
 pub(super) enum Backup {
     /// Of a VM that runs, above a full one.
     Create,
+    /// Of a VM that has been suspended since.
+    CreateSuspended,
     Verify,
     /// Of a VM that is off.
     Restore,
@@ -98,17 +100,23 @@ pub(super) async fn living_keys(fixture: &Fixture, vm: VmId) -> Vec<KeyReference
 }
 
 impl Backup {
+    fn creates(self) -> bool {
+        matches!(self, Self::Create | Self::CreateSuspended)
+    }
+
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         if self == Self::RestoreAs {
             return with_tpm(fixture).await;
         }
         let vm = match self {
-            Self::Create | Self::Verify => fixture.running("web").await,
+            Self::Create | Self::CreateSuspended | Self::Verify => fixture.running("web").await,
             _ => fixture.made("web", "encrypted").await,
         };
         made(fixture, vm, "first").await;
-        if self != Self::Create {
-            made(fixture, vm, "second").await;
+        match self {
+            Self::Create => {}
+            Self::CreateSuspended => fixture.done(Operation::SuspendVm { vm }, "web").await,
+            _ => made(fixture, vm, "second").await,
         }
         if self == Self::RestoreDeleted {
             fixture.done(Operation::DeleteVm { vm, was: Lifecycle::Ready }, "web").await;
@@ -118,7 +126,7 @@ impl Backup {
     }
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
-        if self == Self::Create {
+        if self.creates() {
             return reserve(fixture, vm, "second").await;
         }
         let rows = rows(fixture, vm).await;
@@ -136,7 +144,7 @@ impl Backup {
     pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (vm, backup, disks) = (VmId::new(), BackupId::new(), Vec::new());
         steps::of(&match self {
-            Self::Create => {
+            Self::Create | Self::CreateSuspended => {
                 let snapshot = SnapshotId::new();
                 Operation::BackUpVm { vm, backup, snapshot, quiesce: true }
             }
@@ -160,6 +168,7 @@ impl Backup {
     fn power(self) -> Power {
         match self {
             Self::Create | Self::Verify => Power::Running,
+            Self::CreateSuspended => Power::Suspended,
             _ => Power::Off,
         }
     }
@@ -189,9 +198,11 @@ impl Backup {
         let rows = rows(fixture, vm).await;
         let last = rows.last().unwrap();
         match self {
-            Self::Create => {
+            Self::Create | Self::CreateSuspended => {
                 assert_eq!(last.parent, Some(rows[0].id), "{what}");
                 assert!(last.bytes.is_some() && last.key.is_some(), "{what}: {last:?}");
+                let said = last.contents.as_ref().map(|contents| contents.suspended);
+                assert_eq!(said, Some(self == Self::CreateSuspended), "{what}");
             }
             Self::Verify => assert!(last.verified.is_some(), "{what}"),
             Self::Restore | Self::RestoreDeleted => {
@@ -205,8 +216,7 @@ impl Backup {
     }
 
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
-        let expected: &[&str] =
-            if self == Self::Create { &["first"] } else { &["first", "second"] };
+        let expected: &[&str] = if self.creates() { &["first"] } else { &["first", "second"] };
         Self::assert_backups(fixture, vm, expected, what).await;
         let rows = rows(fixture, vm).await;
         assert!(rows.iter().all(|row| row.verified.is_none()), "{what}");
@@ -243,9 +253,11 @@ impl Backup {
         // The fault is still there.
         fixture.restart(|_| {}).await;
         let kept = snapshots::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
-        let again = match (self, kept.first()) {
-            (Self::Create, Some(kept)) => Some(Operation::DeleteSnapshot { vm, snapshot: kept.id }),
-            (Self::Create, None) => None,
+        let again = match kept.first() {
+            Some(kept) if self.creates() => {
+                Some(Operation::DeleteSnapshot { vm, snapshot: kept.id })
+            }
+            None if self.creates() => None,
             _ => {
                 let known = rows(fixture, vm).await;
                 let there = known.iter().any(|row| row.name == "second");
@@ -341,6 +353,11 @@ impl Fixture {
 #[tokio::test]
 async fn a_backup_is_made_or_nothing_of_it_is_left() {
     matrix(Kind::Backup(Backup::Create)).await;
+}
+
+#[tokio::test]
+async fn a_suspended_vm_is_backed_up_or_nothing_of_the_backup_is_left() {
+    matrix(Kind::Backup(Backup::CreateSuspended)).await;
 }
 
 #[tokio::test]
@@ -502,6 +519,83 @@ async fn what_no_guest_writes_is_in_a_backup_and_comes_back() {
         assert_eq!(hardware.tpm, name == "whole");
         assert_eq!(fixture.agent.registered_as(vm).unwrap().hardware, hardware);
     }
+}
+
+/// A VM that is suspended is backed up and stays suspended; that its memory is not in the backup is said wherever that is made, shown and
+/// restored. Nothing is put under the guest that is to go on.
+#[tokio::test]
+async fn a_suspended_vm_is_backed_up_without_its_memory_and_goes_on() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.running("web").await;
+    let of_running = back_up(&fixture, &services, "running").await;
+    assert!(!of_running.contents.unwrap().suspended);
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let generation = fixture.agent.memory_generation(vm);
+    let create = |name: &str| {
+        let (name, directory) = (Some(name.to_owned()), Some(DIRECTORY.into()));
+        CreateBackup { name, directory, ..CreateBackup::default() }
+    };
+    let says = |warnings: &[String]| warnings.iter().any(|it| it.contains("as after a power cut"));
+    let planned = service::create(&services, &me, "web", create("second"), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    assert!(says(&plan.warnings), "{plan:?}");
+    let begun = service::create(&services, &me, "web", create("second"), false).await;
+    done(&fixture, begun).await;
+    let full = back_up(&fixture, &services, "full").await;
+    let second = service::show(&services, &me, "web", "second").await.unwrap();
+    let parents = (second.parent.as_deref(), full.parent.as_deref());
+    assert_eq!(parents, (Some("running"), None));
+    for backup in [&second, &full] {
+        assert!(backup.contents.as_ref().unwrap().suspended, "{backup:?}");
+        done(&fixture, service::verify(&services, &me, "web", &backup.name, false).await).await;
+    }
+    let told = fixture.events("backup.created").await;
+    let told: Vec<_> = told.iter().map(|it| it.detail.contains("as after a power cut")).collect();
+    assert_eq!(told, [false, true, true]);
+
+    let restore = async |request: RestoreBackup, dry_run: bool| {
+        service::restore(&services, &me, "web", "second", request, dry_run).await
+    };
+    let refused = restore(RestoreBackup::default(), false).await.unwrap_err();
+    let ways = ["vmseal vm resume web", "--discard-memory"];
+    assert!(ways.iter().all(|way| refused.detail.contains(way)), "{refused}");
+    let planned = restore(as_another(OTHER), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    assert!(says(&plan.warnings), "{plan:?}");
+    done(&fixture, restore(as_another(OTHER), false).await).await;
+    fixture.assert_whole(vm, Power::Suspended, "it is backed up").await;
+    assert_eq!(fixture.agent.memory_generation(vm), generation, "its memory is another one");
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    fixture.assert_whole(vm, Power::Running, "it goes on").await;
+    let other = named(&fixture, OTHER).await.unwrap().id;
+    fixture.done(Operation::StartVm { vm: other, boot_once: None }, OTHER).await;
+    fixture.assert_whole(other, Power::Running, "it starts").await;
+
+    fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 1 }, "web").await;
+    let planned = restore(RestoreBackup::default(), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+    assert!(says(&plan.warnings), "{plan:?}");
+}
+
+/// An agent of before would refuse it at its first step.
+#[tokio::test]
+async fn an_agent_of_before_does_not_back_up_a_suspended_vm() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.running("web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    fixture.agent.lack_features(&[BACKUP_SUSPENDED]);
+    fixture.agent.restart();
+    let lacks = async || (!fixture.hosts.view(fixture.host).has(BACKUP_SUSPENDED)).then_some(());
+    fixture.eventually("the server knows", lacks).await;
+    fixture.connected().await;
+    let request = CreateBackup { directory: Some(DIRECTORY.into()), ..CreateBackup::default() };
+    let refused = service::create(&services, &me, "web", request, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+    assert!(refused.detail.contains("cannot back up VMs that are suspended"), "{refused}");
 }
 
 /// What was removed since is not put back under a VM that is there.

@@ -3,8 +3,11 @@
 use std::path::PathBuf;
 
 use vmseal_api::id::DumpId;
+use vmseal_api::request::TakeDump;
+use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
+use crate::services::{Caller, dumps as service};
 use crate::store::dumps;
 
 /// What is done with a core dump of a VM that runs.
@@ -123,4 +126,19 @@ async fn a_core_dump_is_decrypted_or_no_file_is_left() {
 #[tokio::test]
 async fn a_core_dump_is_deleted_or_stays() {
     matrix(Kind::Dump(Dump::Delete)).await;
+}
+
+#[tokio::test]
+async fn a_suspended_vm_is_to_be_resumed_before_it_is_dumped() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.running("web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let refused =
+        service::take(&services, &me, "web", TakeDump::default(), false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(refused.detail.contains("vmseal vm resume web"), "{refused}");
+    assert!(rows(&fixture, vm).await.is_empty());
+    fixture.assert_whole(vm, Power::Suspended, "it is not dumped").await;
 }
