@@ -360,7 +360,8 @@ impl RunReport {
                         cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second,\
                         cpu_ns_per_gib,requests_before_per_second,requests_during_per_second,\
                         requests_after_per_second,mean_ns,p95_ns,read_mean_ns,read_p50_ns,read_p95_ns,\
-                        write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io\n"
+                        write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io,\
+                        source_cpu_ns_per_gib,destination_cpu_ns_per_gib\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -407,15 +408,19 @@ impl RunReport {
     }
 }
 
-/// The last columns of a line: times of all requests, of reads and of writes, and the storage's CPU time.
-fn apart(cell: &Cell) -> [f64; 9] {
+/// The last columns of a line: times of all requests, of reads and of writes, the storage's CPU time, and that of either end of a
+/// migration.
+fn apart(cell: &Cell) -> [f64; 11] {
     let of = |which: fn(&Times) -> Option<RequestTimes>| {
         let times = cell.times.as_ref().and_then(which);
         times.map_or([f64::NAN; 3], |it| [it.mean, it.p50, it.p95])
     };
     let [mean, _, p95] = of(|times| Some(times.all));
     let ([a, b, c], [d, e, f]) = (of(|times| times.reads), of(|times| times.writes));
-    [mean, p95, a, b, c, d, e, f, cell.storage_cpu_per_io.unwrap_or(f64::NAN)]
+    let [storage, source, destination] =
+        [cell.storage_cpu_per_io, cell.source_cpu_per_gib, cell.destination_cpu_per_gib]
+            .map(|value| value.unwrap_or(f64::NAN));
+    [mean, p95, a, b, c, d, e, f, storage, source, destination]
 }
 
 #[cfg(test)]
@@ -431,6 +436,7 @@ mod tests {
         let mixed = Cell {
             times: Some(Times { all: one, reads: Some(two), writes: None }),
             storage_cpu_per_io: Some(31.0),
+            destination_cpu_per_gib: Some(41.0),
             ..cell(0, "ours", "w", 100.0)
         };
         let mut measured = report().sections.remove(0);
@@ -460,6 +466,8 @@ mod tests {
         assert_eq!((of(1, "mean_ns"), of(1, "p95_ns")), ("11", "13"));
         assert_eq!((of(1, "read_p50_ns"), of(1, "write_p50_ns")), ("22", ""));
         assert_eq!((of(1, "storage_cpu_ns_per_io"), of(2, "storage_cpu_ns_per_io")), ("31", ""));
+        let ends = (of(1, "source_cpu_ns_per_gib"), of(1, "destination_cpu_ns_per_gib"));
+        assert_eq!(ends, ("", "41"));
         assert_eq!((of(2, "mean_ns"), of(2, "neighbour_per_second")), ("", ""));
     }
 }

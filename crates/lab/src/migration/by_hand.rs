@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::guest::Guest;
-use super::meter;
+use super::meter::{self, Ends};
 use super::moved::Moved;
 use crate::outcome::OperationError;
 use crate::qemu::{self, BANDWIDTH, Qemu};
@@ -85,7 +85,10 @@ pub(super) fn migrate(
     let mut source = start(End::Source)?;
     guest.until_filled(source.pid())?;
     let from = source.pid();
-    let processes = || std::iter::once(from).chain(End::Destination.recorded(home)).collect();
+    let processes = || Ends {
+        source: vec![from],
+        destination: End::Destination.recorded(home).into_iter().collect(),
+    };
     let begun = Instant::now();
     let (went, spent) = meter::watched(processes, || {
         let mut destination = start(End::Destination)?;

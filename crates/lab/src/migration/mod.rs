@@ -30,6 +30,7 @@ use serde_json::Value;
 use self::by_hand::How;
 use self::guest::Guest;
 use self::line::Line;
+use self::meter::Ends;
 use self::moved::Moved;
 use self::redis::RedisGuest;
 use crate::claim::Place;
@@ -396,10 +397,10 @@ fn move_watched(
     task: &Task,
 ) -> Result<Moved, OperationError> {
     let shown = here.json(&["vm", "show", vm])?;
-    let to = match shown["host"] == HERE {
-        true if system == UNPLACED => ELSEWHERE,
-        true => THERE,
-        false => HERE,
+    let (from, to) = match shown["host"] == HERE {
+        true if system == UNPLACED => (HERE, ELSEWHERE),
+        true => (HERE, THERE),
+        false => (THERE, HERE),
     };
     let mut command = vec!["vm", "migrate", vm, to];
     if system == COMPRESSED {
@@ -408,7 +409,8 @@ fn move_watched(
     if task.disk_mib > 0 {
         command.extend(["--datastore", own_datastore(to)]);
     }
-    let (answered, spent) = meter::watched(|| here.processes(), || here.json(&command));
+    let processes = || Ends { source: here.processes_of(from), destination: here.processes_of(to) };
+    let (answered, spent) = meter::watched(processes, || here.json(&command));
     let answered = answered?;
     let unclear = || OperationError::Answer { what: command.join(" ") };
     let (seconds, of_memory, gap) = went(&answered).ok_or_else(unclear)?;
