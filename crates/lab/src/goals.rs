@@ -562,14 +562,17 @@ pub(crate) mod tests {
         }
         assert!(!migrations.is_empty());
         for goal in migrations {
-            let systems_at = crate::migration::systems_at;
-            let (above, below) = (
-                systems_at(&goal.workload),
-                systems_at(goal.beside.as_ref().unwrap_or(&goal.workload)),
-            );
+            let measured_at = crate::migration::measured_at;
+            let (above, rounds) = measured_at(&goal.workload);
+            let (below, _) = measured_at(goal.beside.as_ref().unwrap_or(&goal.workload));
             assert!(above.contains(&goal.numerator), "{}: one of {above:?}", goal.id);
             let known = goal.denominator.iter().all(|system| below.contains(system));
             assert!(known, "{}: beside one of {below:?}", goal.id);
+            // It can be met.
+            let values = (0..rounds).map(f64::from);
+            let bounded = Interval::of_percentile(goal.percentile.unwrap_or(50), values);
+            let upper = bounded.and_then(|it| it.upper);
+            assert!(upper.is_some(), "{}: {rounds} rounds are too few", goal.id);
         }
         for goal in goals.into_iter().chain(of_disks).chain(ceph) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
