@@ -21,16 +21,22 @@ const RTT_MAX_US: u64 = 2_000_000;
 const DISK_MAX_MIB: u64 = 1 << 20;
 
 /// What migrates: VMs of vmseal, encrypted (compressed, or not), plain by what they have for `--migration-encryption`, and encrypted to
-/// an agent that has QEMU load the memory; and guests of QEMUs by hand, with one stream in the clear, with several, and with one by TLS.
-pub const MIGRATION_SYSTEMS: [&str; 8] = [
+/// an agent that has QEMU load the memory; and guests of QEMUs by hand, in the clear and by TLS, with one stream for all and with so many
+/// for memory (multifd): which number is the fastest depends on the machine.
+pub const MIGRATION_SYSTEMS: [&str; 13] = [
     "encrypted",
     "compressed",
     "required",
     "disabled",
     "unplaced",
     "qemu-tcp",
-    "qemu-multifd",
+    "qemu-multifd-1",
+    "qemu-multifd-2",
+    "qemu-multifd-4",
     "qemu-tls",
+    "qemu-tls-multifd-1",
+    "qemu-tls-multifd-2",
+    "qemu-tls-multifd-4",
 ];
 
 /// Those that go over long lines, copy disks, have redis, and run on: of vmseal, with both hosts alike.
