@@ -11,8 +11,8 @@ pub use crate::metric::Metric;
 use crate::statistics::Interval;
 use crate::systems::FIO;
 
-/// The longest goals file, in bytes: a hundred goals fit.
-const FILE_MAX: u64 = 64 * 1024;
+/// The longest goals file, in bytes: three hundred goals fit.
+const FILE_MAX: u64 = 128 * 1024;
 
 /// On which side of the goal's value the measured value must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
