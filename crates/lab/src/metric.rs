@@ -79,6 +79,10 @@ pub enum Metric {
     RequestsDuring,
     /// Those afterwards.
     RequestsAfter,
+    /// How long it takes from a switch-over until a guest answers as much as before it moved, in seconds.
+    Recovery,
+    /// How long no client gets an answer at a switch-over, by how long the guest stands still.
+    DipByStandstill,
 }
 
 impl Metric {
@@ -116,6 +120,8 @@ impl Metric {
             Self::RequestsBefore => "requests per second before",
             Self::RequestsDuring => "requests per second meanwhile",
             Self::RequestsAfter => "requests per second afterwards",
+            Self::Recovery => "time until requests are as before",
+            Self::DipByStandstill => "time without an answer by that of the switch-over",
         }
     }
 
@@ -182,6 +188,10 @@ impl Metric {
             Self::RequestsAfter => {
                 cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after))
             }
+            Self::Recovery => cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.recovery)),
+            Self::DipByStandstill => cells(|cell| {
+                cell.served.as_ref().map_or(f64::NAN, |it| it.silence / it.stood_still)
+            }),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
@@ -211,10 +221,12 @@ impl Metric {
             Self::Gap => (1e6, 2, "ms"),
             Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
-            Self::Seconds => (1.0, 3, "s"),
+            Self::Seconds | Self::Recovery => (1.0, 3, "s"),
             Self::CpuPerGib => (1e9, 2, "s/GiB"),
             Self::SourceCores | Self::DestinationCores => (1.0, 3, "cores"),
-            Self::Spread | Self::P95ByMean | Self::ReadByWrite => (1.0, 2, "times"),
+            Self::Spread | Self::P95ByMean | Self::ReadByWrite | Self::DipByStandstill => {
+                (1.0, 2, "times")
+            }
             Self::RequestsBefore | Self::RequestsDuring | Self::RequestsAfter => (1.0, 0, "per s"),
             Self::IdleCpu => (1.0, 0, "ns/s"),
             Self::IdleWakeups => (1.0, 1, "per s"),
@@ -240,7 +252,7 @@ impl Metric {
 mod tests {
     use super::*;
     use crate::goals::tests::cell;
-    use crate::outcome::RequestTimes;
+    use crate::outcome::{RequestTimes, Served};
 
     #[test]
     fn reads_and_writes_are_measured_apart_where_there_were_any() {
@@ -284,8 +296,21 @@ mod tests {
     }
 
     #[test]
+    fn a_dip_is_compared_with_the_standstill() {
+        let served = Served { silence: 0.45, stood_still: 0.3, recovery: 2.5, ..Served::default() };
+        let cells = [Cell { served: Some(served), ..cell(0, "ours", "w", 100.0) }];
+        let of = |metric: Metric| metric.of(&cells, &[], "ours", "w")[0].1;
+        assert!((of(Metric::DipByStandstill) - 1.5).abs() < 1e-9);
+        assert_eq!(Metric::Recovery.show(of(Metric::Recovery)), "2.500 s");
+        let cells = [cell(0, "ours", "w", 100.0)];
+        assert!(Metric::Recovery.of(&cells, &[], "ours", "w")[0].1.is_nan(), "nobody has asked");
+    }
+
+    #[test]
     fn files_name_measures_so() {
         for (name, metric) in [
+            ("recovery", Metric::Recovery),
+            ("dip_by_standstill", Metric::DipByStandstill),
             ("source_cores", Metric::SourceCores),
             ("destination_cores", Metric::DestinationCores),
             ("p95_by_mean", Metric::P95ByMean),

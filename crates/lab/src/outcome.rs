@@ -195,8 +195,14 @@ pub struct Served {
     pub after: f64,
     /// When it began and ended, in seconds after the client began.
     pub moved: (f64, f64),
-    /// In each second after the client began.
-    pub by_second: Vec<u64>,
+    /// The longest time without any answer that ended after the move had begun, in seconds.
+    pub silence: f64,
+    /// From its beginning until as much was answered as before, in seconds.
+    pub recovery: f64,
+    /// How long the guest stood still by what the task says of the move, in seconds.
+    pub stood_still: f64,
+    /// The answers in each tenth of a second after the client began.
+    pub by_tenth: Vec<u64>,
 }
 
 /// The results.

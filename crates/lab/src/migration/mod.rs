@@ -15,6 +15,7 @@
 
 mod by_hand;
 mod delay;
+mod dip;
 mod guest;
 mod line;
 mod meter;
@@ -37,7 +38,7 @@ use crate::claim::Place;
 use crate::definition::{AxisValue, MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
 use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
-use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
+use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample, Served};
 use crate::report::Measured;
 use crate::subject::{self, Order, Point, Subject};
 
@@ -261,7 +262,9 @@ impl Subject for Migrations {
                 let moves = || move_watched(here, &vm, point.system, &task);
                 let guest = self.guest(point.system, &task);
                 let (moved, served, gap) = guest.asked(mix, u64::from(point.round), moves)?;
-                Moved { gap, served: Some(served), ..moved }
+                // What the task says; the client's time takes its place.
+                let stood_still = moved.gap.as_secs_f64();
+                Moved { gap, served: Some(Served { stood_still, ..served }), ..moved }
             }
         };
         if !self.line.goes_on() {
