@@ -50,6 +50,7 @@ const FILES: &[(&str, &str)] = &files![
     "x3",
     "migration-throughput",
     "migration-gap",
+    "migration-idle-gap",
     "migration-bandwidth",
     "migration-compression",
     "migration-distance",

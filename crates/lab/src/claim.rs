@@ -146,6 +146,7 @@ fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
         metric: check.measure,
         numerator: check.numerator.clone(),
         denominator: check.denominator.clone(),
+        or_faster: Vec::new(),
         workload: workload.to_owned(),
         beside: beside.map(str::to_owned),
         compare: match check.denominator {

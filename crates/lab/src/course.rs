@@ -1,4 +1,4 @@
-//! The course of a move as a plot: what a guest answered in each second before, meanwhile and afterwards.
+//! The course of a move as a plot: how fast a guest answered in each tenth of a second before, meanwhile and afterwards.
 
 use plotters::prelude::*;
 
@@ -7,6 +7,9 @@ use crate::plot::COLOURS;
 
 /// The size of a chart, in pixels of CSS.
 const CHART: (u32, u32) = (640, 280);
+
+/// The windows of a second in which answers are counted.
+const TENTHS: f64 = 10.0;
 
 /// The courses of all rounds at one point.
 #[derive(Clone, Debug)]
@@ -45,22 +48,23 @@ impl Course<'_> {
     fn draw(&self, text: &mut String) -> Result<(), Box<dyn std::error::Error + '_>> {
         let served =
             || self.rounds.iter().filter_map(|(at, cell)| Some((*at, cell.served.as_ref()?)));
-        let seconds = served().map(|(_, it)| it.by_second.len()).max().unwrap_or_default();
-        let most = served().flat_map(|(_, it)| it.by_second.iter()).max().copied();
-        let highest = most.unwrap_or_default().max(1) as f64 * 1.08;
+        let tenths = served().map(|(_, it)| it.by_tenth.len()).max().unwrap_or_default();
+        let most = served().flat_map(|(_, it)| it.by_tenth.iter()).max().copied();
+        let highest = most.unwrap_or_default().max(1) as f64 * TENTHS * 1.08;
         let area = SVGBackend::with_string(text, CHART).into_drawing_area();
         let mut chart = ChartBuilder::on(&area)
             .margin(6)
-            .caption(format!("{}: requests in each second", self.workload), ("sans-serif", 14))
+            .caption(format!("{}: requests per second", self.workload), ("sans-serif", 14))
             .x_label_area_size(22)
             .y_label_area_size(52)
-            .build_cartesian_2d(0.0..seconds.max(1) as f64, 0.0..highest)?;
+            .build_cartesian_2d(0.0..tenths.max(1) as f64 / TENTHS, 0.0..highest)?;
         chart.configure_mesh().light_line_style(TRANSPARENT).disable_x_mesh().draw()?;
         for (at, it) in served() {
             let colour = COLOURS[at % COLOURS.len()];
-            // A second's requests are drawn in its middle.
-            let points = it.by_second.iter().enumerate();
-            let line = points.map(|(second, count)| (second as f64 + 0.5, *count as f64));
+            // The requests of a tenth are drawn in its middle.
+            let points = it.by_tenth.iter().enumerate();
+            let line = points
+                .map(|(tenth, count)| ((tenth as f64 + 0.5) / TENTHS, *count as f64 * TENTHS));
             // And while it moved.
             let moved = vec![(it.moved.0, 0.0), (it.moved.1, 0.0)];
             chart.draw_series([
@@ -85,8 +89,8 @@ mod tests {
         let mut cells = rounds(&[1.0, 1.0]);
         // What was not asked has none.
         for cell in &mut cells[1..] {
-            let by_second = vec![900, 0, 1000];
-            cell.served = Some(Served { by_second, moved: (0.5, 1.5), ..Served::default() });
+            let by_tenth = vec![90, 0, 100];
+            cell.served = Some(Served { by_tenth, moved: (0.05, 0.15), ..Served::default() });
         }
         let courses = courses(cells.iter(), &["ours", "theirs"]);
         assert_eq!((courses.len(), courses[0].workload), (1, "w"));
@@ -97,6 +101,6 @@ mod tests {
         };
         // Each round has its course and its time.
         assert_eq!((of(0), of(1)), (2, 4), "{svg}");
-        assert!(svg.contains("w: requests in each second"));
+        assert!(svg.contains("w: requests per second"));
     }
 }

@@ -11,8 +11,8 @@ pub use crate::metric::Metric;
 use crate::statistics::Interval;
 use crate::systems::FIO;
 
-/// The longest goals file, in bytes: a hundred goals fit.
-const FILE_MAX: u64 = 64 * 1024;
+/// The longest goals file, in bytes: three hundred goals fit.
+const FILE_MAX: u64 = 128 * 1024;
 
 /// On which side of the goal's value the measured value must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,9 @@ pub struct Goal {
     /// The system below the line; none where one is judged alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub denominator: Option<String>,
+    /// Others that may be below the line in its place: of all of them the one that sends the most in a second is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub or_faster: Vec<String>,
     /// The load.
     pub workload: String,
     /// The load of the system below the line, where it is another one.
@@ -160,6 +163,17 @@ pub(crate) fn parse(path: &Path, text: &str) -> Result<Vec<Goal>, GoalsError> {
         if goal.percentile.is_some() && goal.compare != Compare::Alone {
             return wrong("has a percentile, and is not about one system alone");
         }
+        if goal.denominator.is_none() && !goal.or_faster.is_empty() {
+            return wrong("names others in place of a denominator, and has none");
+        }
+        let mut below: Vec<&String> = goal.denominator.iter().chain(&goal.or_faster).collect();
+        below.sort();
+        if below.windows(2).any(|pair| pair[0] == pair[1]) {
+            return wrong("names a system below the line twice");
+        }
+        if goal.or_faster.contains(&goal.numerator) && same_load {
+            return wrong("compares a system with itself");
+        }
         if goal.compare == Compare::Alone && goal.beside.is_some() {
             return wrong("names a load beside its own, and compares with nothing");
         }
@@ -195,7 +209,7 @@ impl fmt::Display for Verdict {
 /// A goal with its verdict.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Assessment {
-    /// The goal.
+    /// The goal; of several that may be below the line, `denominator` is the one that was.
     #[serde(flatten)]
     pub goal: Goal,
     /// The verdict.
@@ -227,6 +241,7 @@ pub struct ByCpuTime {
 /// Judges a goal by the rounds in which both systems were measured.
 #[must_use]
 pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
+    let goal = &Goal { denominator: fastest(goal, outcome), ..goal.clone() };
     let of = |system: &str, load: &str| goal.metric.of(&outcome.cells, &outcome.idle, system, load);
     let pairs = pairs(goal, of);
     let ratio = ratio_of(&pairs);
@@ -252,6 +267,16 @@ pub fn assess(goal: &Goal, outcome: &Outcome) -> Assessment {
 }
 
 impl Goal {
+    /// Its name, with the system below the line where that is one of several.
+    pub(crate) fn name(&self) -> String {
+        match &self.denominator {
+            Some(denominator) if !self.or_faster.is_empty() => {
+                format!("{} ({denominator})", self.id)
+            }
+            _ => self.id.clone(),
+        }
+    }
+
     /// What of the rounds is judged, before a value; nothing for the median.
     pub(crate) fn of_rounds(&self) -> String {
         self.percentile.map_or_else(String::new, |percentile| format!("p{percentile} "))
@@ -268,6 +293,20 @@ impl Assessment {
             Compare::Alone => self.alone,
         }
     }
+}
+
+/// What is below the line: of several the one with the highest median rate; the goal's own where none has a rate.
+fn fastest(goal: &Goal, outcome: &Outcome) -> Option<String> {
+    let own = goal.denominator.as_ref()?;
+    let load = goal.beside.as_ref().unwrap_or(&goal.workload);
+    let rate = |system: &String| {
+        let rates = Metric::Throughput.of(&outcome.cells, &outcome.idle, system, load);
+        Interval::of(rates.into_iter().map(|(_, rate)| rate)).map(|rates| rates.median)
+    };
+    let all = std::iter::once(own).chain(&goal.or_faster);
+    let rates = all.filter_map(|system| Some((system, rate(system)?)));
+    let fastest = rates.max_by(|(_, one), (_, other)| one.total_cmp(other));
+    Some(fastest.map_or(own, |(system, _)| system).clone())
 }
 
 fn by_cpu_time(goal: &Goal, outcome: &Outcome) -> Option<ByCpuTime> {
@@ -352,6 +391,7 @@ pub(crate) mod tests {
             metric,
             numerator: "ours".to_owned(),
             denominator: Some("theirs".to_owned()),
+            or_faster: Vec::new(),
             workload: "w".to_owned(),
             beside: None,
             compare: Compare::Ratio,
@@ -468,6 +508,38 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn of_several_systems_the_fastest_is_compared() {
+        // Theirs reaches 100, and 150 with two streams, each of which takes twice the CPU time.
+        let mut cells = rounds(&[2.1, 2.2, 2.3, 2.4, 2.5]);
+        let with_two: Vec<Cell> = cells
+            .iter()
+            .filter(|cell| cell.system == "theirs")
+            .map(|cell| Cell { cpu_per_io: 20e6, ..self::cell(cell.round, "two", "w", 150.0) })
+            .collect();
+        cells.extend(with_two);
+        let or_faster = vec!["two".to_owned(), "left-out".to_owned()];
+        let judged = |metric, relation, value| {
+            let goal = Goal { or_faster: or_faster.clone(), ..goal(metric, relation, value) };
+            assess(&goal, &outcome(cells.clone()))
+        };
+        let rate = judged(Metric::Throughput, Relation::AtLeast, 2.0);
+        assert_eq!(rate.goal.denominator.as_deref(), Some("two"));
+        assert_eq!(rate.goal.name(), "disk.test (two)");
+        assert_eq!(rate.verdict, Verdict::NotMet);
+        assert!((rate.ratio.unwrap().median - 2.3 / 1.5).abs() < 1e-9);
+        // Its CPU time is compared, too, though the other one takes less.
+        let cpu = judged(Metric::CpuPerIo, Relation::AtMost, 0.4);
+        assert_eq!(cpu.goal.denominator.as_deref(), Some("two"));
+        assert_eq!(cpu.verdict, Verdict::Met);
+        // Without it the other one is.
+        cells.retain(|cell| cell.system != "two");
+        let goal = Goal { or_faster, ..goal(Metric::Throughput, Relation::AtLeast, 2.0) };
+        let alone = assess(&goal, &outcome(cells));
+        assert_eq!(alone.goal.denominator.as_deref(), Some("theirs"));
+        assert_eq!(alone.verdict, Verdict::Met);
+    }
+
+    #[test]
     fn cpu_time_decides_what_the_clock_does_not() {
         let goal = goal(Metric::Iops, Relation::AtLeast, 3.0);
         let of = |cells: &[Cell]| assess(&goal, &outcome(cells.to_vec())).by_cpu_time;
@@ -562,14 +634,18 @@ pub(crate) mod tests {
         }
         assert!(!migrations.is_empty());
         for goal in migrations {
-            let systems_at = crate::migration::systems_at;
-            let (above, below) = (
-                systems_at(&goal.workload),
-                systems_at(goal.beside.as_ref().unwrap_or(&goal.workload)),
-            );
+            let measured_at = crate::migration::measured_at;
+            let (above, rounds) = measured_at(&goal.workload);
+            let (below, _) = measured_at(goal.beside.as_ref().unwrap_or(&goal.workload));
             assert!(above.contains(&goal.numerator), "{}: one of {above:?}", goal.id);
-            let known = goal.denominator.iter().all(|system| below.contains(system));
+            let mut systems = goal.denominator.iter().chain(&goal.or_faster);
+            let known = systems.all(|system| below.contains(system));
             assert!(known, "{}: beside one of {below:?}", goal.id);
+            // It can be met.
+            let values = (0..rounds).map(f64::from);
+            let bounded = Interval::of_percentile(goal.percentile.unwrap_or(50), values);
+            let upper = bounded.and_then(|it| it.upper);
+            assert!(upper.is_some(), "{}: {rounds} rounds are too few", goal.id);
         }
         for goal in goals.into_iter().chain(of_disks).chain(ceph) {
             let systems = std::iter::once(&goal.numerator).chain(&goal.denominator);
@@ -629,6 +705,13 @@ pub(crate) mod tests {
         assert_eq!(parse(path, &percentile(99)).unwrap().len(), 1);
         assert!(refused(&percentile(100)).contains("from 1 to 99"));
         assert!(refused(&text("x", "1.0", "b", "percentile = 99")).contains("one system alone"));
+        let several = |names: &str| text("x", "1.0", "b", &format!("or_faster = [{names}]"));
+        assert_eq!(parse(path, &several("\"c\", \"d\"")).unwrap().len(), 1);
+        assert!(refused(&several("\"b\"")).contains("below the line twice"));
+        assert!(refused(&several("\"c\", \"c\"")).contains("below the line twice"));
+        assert!(refused(&several("\"a\"")).contains("with itself"));
+        let in_place_of_none = format!("{single}compare = \"alone\"\nor_faster = [\"c\"]");
+        assert!(refused(&in_place_of_none).contains("and has none"));
         let beside_nothing = format!("{single}compare = \"alone\"\nbeside = \"v\"");
         assert!(refused(&beside_nothing).contains("compares with nothing"));
         let twice = text("x", "1.0", "b", "").repeat(2);

@@ -175,6 +175,19 @@ impl Installation {
         agents.chain(self.runs.iter().flat_map(|run| on_record(run))).collect()
     }
 
+    /// The agent of a host, and the processes of its guests that live.
+    pub fn processes_of(&self, host: &str) -> Vec<i32> {
+        let run = self.run(host);
+        let Some(at) = self.runs.iter().position(|it| *it == run) else { return Vec::new() };
+        let agent = self.agents.get(at).map(|agent| agent.id().cast_signed());
+        agent.into_iter().chain(on_record(&run)).collect()
+    }
+
+    /// Where the agent of a host keeps what runs.
+    fn run(&self, host: &str) -> PathBuf {
+        self.path(&format!("run-{host}"))
+    }
+
     fn datastore(&self) -> PathBuf {
         self.store().join("datastore")
     }
@@ -291,7 +304,7 @@ impl Installation {
         let (url, address) = (self.url(), format!("{at}:{port}"));
         let join = ["agent", "join", "--to", &url, "--name", host, "--join-token-file", &token];
         self.vmseal(&[&join[..], &["--address", &address, "--state-dir", &state]].concat())?;
-        let (run, log) = (self.path(&format!("run-{host}")), format!("agent-{host}.log"));
+        let (run, log) = (self.run(host), format!("agent-{host}.log"));
         let mut command = self.command(&["agent", "--state-dir", &state, "--run-dir"]);
         command.arg(&run).args(["--transfer-directory"]).arg(self.store());
         command.args(["--migration-listen", &format!("{receives_at}:0")]);

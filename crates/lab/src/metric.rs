@@ -6,6 +6,14 @@ use crate::idle::{IDLE, Idle};
 use crate::outcome::{Cell, Times};
 use crate::statistics::Interval;
 
+/// How long a line of 10 Gb/s takes for a GiB, in nanoseconds.
+const GIB_AT_10_GBIT: f64 = 1_073_741_824.0 * 8.0 / 10.0;
+
+/// The cores that are busy while a GiB, which takes so many nanoseconds of CPU time, is sent at 10 Gb/s.
+fn cores_at_10_gbit(cpu_per_gib: f64) -> f64 {
+    cpu_per_gib / GIB_AT_10_GBIT
+}
+
 /// The metric that is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -59,6 +67,10 @@ pub enum Metric {
     ReadBytes,
     /// The CPU time of a migration for a GiB of memory, in nanoseconds.
     CpuPerGib,
+    /// The cores that are busy at the host from which a guest moves while 10 Gb/s are sent.
+    SourceCores,
+    /// The same at the host to which it moves.
+    DestinationCores,
     /// The 99th percentile of the latency by the median: 1 is what is fair to all requests.
     Spread,
     /// The requests of a client that a guest answers in a second before it moves.
@@ -67,6 +79,10 @@ pub enum Metric {
     RequestsDuring,
     /// Those afterwards.
     RequestsAfter,
+    /// How long it takes from a switch-over until a guest answers as much as before it moved, in seconds.
+    Recovery,
+    /// How long no client gets an answer at a switch-over, by how long the guest stands still.
+    DipByStandstill,
 }
 
 impl Metric {
@@ -98,10 +114,14 @@ impl Metric {
             Self::Seconds => "time",
             Self::ReadBytes => "bytes read",
             Self::CpuPerGib => "CPU time for a GiB of memory",
+            Self::SourceCores => "cores of the source for 10 Gb/s",
+            Self::DestinationCores => "cores of the destination for 10 Gb/s",
             Self::Spread => "99th percentile by median",
             Self::RequestsBefore => "requests per second before",
             Self::RequestsDuring => "requests per second meanwhile",
             Self::RequestsAfter => "requests per second afterwards",
+            Self::Recovery => "time until requests are as before",
+            Self::DipByStandstill => "time without an answer by that of the switch-over",
         }
     }
 
@@ -152,6 +172,12 @@ impl Metric {
             Self::Seconds => cells(|cell| cell.seconds),
             Self::ReadBytes => cells(|cell| cell.read_bytes),
             Self::CpuPerGib => cells(|cell| cell.cpu_per_gib.unwrap_or(f64::NAN)),
+            Self::SourceCores => {
+                cells(|cell| cell.source_cpu_per_gib.map_or(f64::NAN, cores_at_10_gbit))
+            }
+            Self::DestinationCores => {
+                cells(|cell| cell.destination_cpu_per_gib.map_or(f64::NAN, cores_at_10_gbit))
+            }
             Self::Spread => cells(|cell| cell.p99 / cell.p50),
             Self::RequestsBefore => {
                 cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.before))
@@ -162,6 +188,10 @@ impl Metric {
             Self::RequestsAfter => {
                 cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after))
             }
+            Self::Recovery => cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.recovery)),
+            Self::DipByStandstill => cells(|cell| {
+                cell.served.as_ref().map_or(f64::NAN, |it| it.silence / it.stood_still)
+            }),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
@@ -191,9 +221,12 @@ impl Metric {
             Self::Gap => (1e6, 2, "ms"),
             Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
-            Self::Seconds => (1.0, 3, "s"),
+            Self::Seconds | Self::Recovery => (1.0, 3, "s"),
             Self::CpuPerGib => (1e9, 2, "s/GiB"),
-            Self::Spread | Self::P95ByMean | Self::ReadByWrite => (1.0, 2, "times"),
+            Self::SourceCores | Self::DestinationCores => (1.0, 3, "cores"),
+            Self::Spread | Self::P95ByMean | Self::ReadByWrite | Self::DipByStandstill => {
+                (1.0, 2, "times")
+            }
             Self::RequestsBefore | Self::RequestsDuring | Self::RequestsAfter => (1.0, 0, "per s"),
             Self::IdleCpu => (1.0, 0, "ns/s"),
             Self::IdleWakeups => (1.0, 1, "per s"),
@@ -219,7 +252,7 @@ impl Metric {
 mod tests {
     use super::*;
     use crate::goals::tests::cell;
-    use crate::outcome::RequestTimes;
+    use crate::outcome::{RequestTimes, Served};
 
     #[test]
     fn reads_and_writes_are_measured_apart_where_there_were_any() {
@@ -246,8 +279,40 @@ mod tests {
     }
 
     #[test]
+    fn processor_time_of_a_gib_is_cores_at_a_rate() {
+        // At 10 Gb/s a GiB takes 0.859 s.
+        let cell = |source, destination| Cell {
+            source_cpu_per_gib: source,
+            destination_cpu_per_gib: destination,
+            ..cell(0, "ours", "w", 100.0)
+        };
+        let cells = [cell(Some(858_993_459.2), Some(214_748_364.8))];
+        let of = |metric: Metric| metric.of(&cells, &[], "ours", "w");
+        assert_eq!(of(Metric::SourceCores), [(0, 1.0)]);
+        assert_eq!(of(Metric::DestinationCores), [(0, 0.25)]);
+        let cells = [cell(None, None)];
+        assert!(Metric::SourceCores.of(&cells, &[], "ours", "w")[0].1.is_nan());
+        assert_eq!(Metric::SourceCores.show(0.25), "0.250 cores");
+    }
+
+    #[test]
+    fn a_dip_is_compared_with_the_standstill() {
+        let served = Served { silence: 0.45, stood_still: 0.3, recovery: 2.5, ..Served::default() };
+        let cells = [Cell { served: Some(served), ..cell(0, "ours", "w", 100.0) }];
+        let of = |metric: Metric| metric.of(&cells, &[], "ours", "w")[0].1;
+        assert!((of(Metric::DipByStandstill) - 1.5).abs() < 1e-9);
+        assert_eq!(Metric::Recovery.show(of(Metric::Recovery)), "2.500 s");
+        let cells = [cell(0, "ours", "w", 100.0)];
+        assert!(Metric::Recovery.of(&cells, &[], "ours", "w")[0].1.is_nan(), "nobody has asked");
+    }
+
+    #[test]
     fn files_name_measures_so() {
         for (name, metric) in [
+            ("recovery", Metric::Recovery),
+            ("dip_by_standstill", Metric::DipByStandstill),
+            ("source_cores", Metric::SourceCores),
+            ("destination_cores", Metric::DestinationCores),
             ("p95_by_mean", Metric::P95ByMean),
             ("read_mean", Metric::ReadMean),
             ("write_p95", Metric::WriteP95),

@@ -63,6 +63,12 @@ pub struct Cell {
     /// The CPU time of all processes of a migration for a GiB of memory, in nanoseconds; none of what sends none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_per_gib: Option<f64>,
+    /// The part of it at the host from which the guest moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_cpu_per_gib: Option<f64>,
+    /// The part of it at the host to which it moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub destination_cpu_per_gib: Option<f64>,
     /// The CPU time of the storage below the server, as of Ceph's OSDs, for a request, in nanoseconds; none where its
     /// processes are not known.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -100,6 +106,8 @@ impl Cell {
             client_busy: f64::NAN,
             others_busy: f64::NAN,
             cpu_per_gib: None,
+            source_cpu_per_gib: None,
+            destination_cpu_per_gib: None,
             storage_cpu_per_io: None,
             times: None,
             neighbour: None,
@@ -187,8 +195,14 @@ pub struct Served {
     pub after: f64,
     /// When it began and ended, in seconds after the client began.
     pub moved: (f64, f64),
-    /// In each second after the client began.
-    pub by_second: Vec<u64>,
+    /// The longest time without any answer that ended after the move had begun, in seconds.
+    pub silence: f64,
+    /// From its beginning until as much was answered as before, in seconds.
+    pub recovery: f64,
+    /// How long the guest stood still by what the task says of the move, in seconds.
+    pub stood_still: f64,
+    /// The answers in each tenth of a second after the client began.
+    pub by_tenth: Vec<u64>,
 }
 
 /// The results.

@@ -136,7 +136,7 @@ fn goals(judged: &[Assessment]) -> Markup {
             @for judged in measured {
                 @let goal = &judged.goal;
                 tr {
-                    td { (goal.id) }
+                    td { (goal.name()) }
                     td { (goal.description) }
                     td.number { (found(judged)) }
                     td.number { (wanted(judged)) }

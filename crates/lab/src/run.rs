@@ -30,8 +30,8 @@ use crate::sections::{self, Section};
 use crate::stop::{self, Stopped};
 use crate::storage::Storage;
 
-/// The version of the JSON.
-pub const VERSION: u32 = 1;
+/// The version of the JSON: since 2 the course of a move has tenths of a second.
+pub const VERSION: u32 = 2;
 
 /// The goals that come with vmseal.
 const GOALS: &str = include_str!("../../../bench/goals.toml");
@@ -360,7 +360,8 @@ impl RunReport {
                         cpu_ns_per_io,p50_ns,p99_ns,gap_ns,memory_bytes,server_busy,neighbour_per_second,\
                         cpu_ns_per_gib,requests_before_per_second,requests_during_per_second,\
                         requests_after_per_second,mean_ns,p95_ns,read_mean_ns,read_p50_ns,read_p95_ns,\
-                        write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io\n"
+                        write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io,\
+                        source_cpu_ns_per_gib,destination_cpu_ns_per_gib,dip_seconds,recovery_seconds\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -407,15 +408,21 @@ impl RunReport {
     }
 }
 
-/// The last columns of a line: times of all requests, of reads and of writes, and the storage's CPU time.
-fn apart(cell: &Cell) -> [f64; 9] {
+/// The last columns of a line: times of all requests, of reads and of writes, the storage's CPU time; of a migration the CPU time of
+/// either end, and what a client noticed.
+fn apart(cell: &Cell) -> [f64; 13] {
     let of = |which: fn(&Times) -> Option<RequestTimes>| {
         let times = cell.times.as_ref().and_then(which);
         times.map_or([f64::NAN; 3], |it| [it.mean, it.p50, it.p95])
     };
     let [mean, _, p95] = of(|times| Some(times.all));
     let ([a, b, c], [d, e, f]) = (of(|times| times.reads), of(|times| times.writes));
-    [mean, p95, a, b, c, d, e, f, cell.storage_cpu_per_io.unwrap_or(f64::NAN)]
+    let [storage, source, destination] =
+        [cell.storage_cpu_per_io, cell.source_cpu_per_gib, cell.destination_cpu_per_gib]
+            .map(|value| value.unwrap_or(f64::NAN));
+    let noticed = cell.served.as_ref().map(|it| (it.silence, it.recovery));
+    let (dip, recovery) = noticed.unwrap_or((f64::NAN, f64::NAN));
+    [mean, p95, a, b, c, d, e, f, storage, source, destination, dip, recovery]
 }
 
 #[cfg(test)]
@@ -431,6 +438,8 @@ mod tests {
         let mixed = Cell {
             times: Some(Times { all: one, reads: Some(two), writes: None }),
             storage_cpu_per_io: Some(31.0),
+            destination_cpu_per_gib: Some(41.0),
+            served: Some(Served { silence: 0.5, recovery: 1.5, ..Served::default() }),
             ..cell(0, "ours", "w", 100.0)
         };
         let mut measured = report().sections.remove(0);
@@ -460,6 +469,9 @@ mod tests {
         assert_eq!((of(1, "mean_ns"), of(1, "p95_ns")), ("11", "13"));
         assert_eq!((of(1, "read_p50_ns"), of(1, "write_p50_ns")), ("22", ""));
         assert_eq!((of(1, "storage_cpu_ns_per_io"), of(2, "storage_cpu_ns_per_io")), ("31", ""));
+        let ends = (of(1, "source_cpu_ns_per_gib"), of(1, "destination_cpu_ns_per_gib"));
+        assert_eq!(ends, ("", "41"));
+        assert_eq!((of(1, "dip_seconds"), of(1, "recovery_seconds")), ("0.5", "1.5"));
         assert_eq!((of(2, "mean_ns"), of(2, "neighbour_per_second")), ("", ""));
     }
 }

@@ -208,7 +208,7 @@ fn verdicts(goals: &[Assessment]) -> Table {
         let found = judged.ratio.map(|ratio| ratio.show(|x| format!("{x:.3}")));
         let alone = judged.alone.map(|value| goal.metric.show_interval(&value));
         table.add_row(vec![
-            goal.id.clone(),
+            goal.name(),
             judged.by_cpu_time.as_ref().map_or_else(
                 || judged.verdict.to_string(),
                 |decided| format!("{} (by CPU time: {})", judged.verdict, decided.verdict),

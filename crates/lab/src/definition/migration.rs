@@ -21,19 +21,25 @@ const RTT_MAX_US: u64 = 2_000_000;
 const DISK_MAX_MIB: u64 = 1 << 20;
 
 /// What migrates: VMs of vmseal, encrypted (compressed, or not), plain by what they have for `--migration-encryption`, and encrypted to
-/// an agent that has QEMU load the memory; and guests of QEMUs by hand, with one stream in the clear, with several, and with one by TLS.
-pub const MIGRATION_SYSTEMS: [&str; 8] = [
+/// an agent that has QEMU load the memory; and guests of QEMUs by hand, in the clear and by TLS, with one stream for all and with so many
+/// for memory (multifd): which number is the fastest depends on the machine.
+pub const MIGRATION_SYSTEMS: [&str; 13] = [
     "encrypted",
     "compressed",
     "required",
     "disabled",
     "unplaced",
     "qemu-tcp",
-    "qemu-multifd",
+    "qemu-multifd-1",
+    "qemu-multifd-2",
+    "qemu-multifd-4",
     "qemu-tls",
+    "qemu-tls-multifd-1",
+    "qemu-tls-multifd-2",
+    "qemu-tls-multifd-4",
 ];
 
-/// Those that go over long lines, copy disks, and have redis: of vmseal, with both hosts alike.
+/// Those that go over long lines, copy disks, have redis, and run on: of vmseal, with both hosts alike.
 const OF_VMSEAL: usize = 4;
 
 /// The points at which migrations are measured: every combination.
@@ -68,6 +74,10 @@ pub struct MigrationMatrix {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationSteps {
+    /// Whether a guest runs on after its move and makes the next one, so that many moves take little time; else it is started for each,
+    /// and stopped. Those with redis always run on.
+    #[serde(default)]
+    pub runs_on: bool,
     /// In minutes.
     pub small: Rounds,
     /// As much as the guest can fill.
@@ -142,7 +152,8 @@ impl Checked<'_> {
         matrix: &MigrationMatrix,
         steps: &MigrationSteps,
     ) -> Result<(), DefinitionError> {
-        let more = matrix.is_long() || matrix.copies_disks() || !matrix.mixes.is_empty();
+        let more =
+            matrix.is_long() || matrix.copies_disks() || !matrix.mixes.is_empty() || steps.runs_on;
         let systems = if more { &MIGRATION_SYSTEMS[..OF_VMSEAL] } else { &MIGRATION_SYSTEMS[..] };
         self.systems(&matrix.systems, systems)?;
         let sizes = (1, TOUCHED_MAX_MIB);
@@ -199,8 +210,16 @@ mod tests {
     fn a_long_line_and_requests_are_of_vmseal_s_own_guests() {
         let distance = include_str!("../../../../bench/experiments/migration-distance.toml");
         let mixes = include_str!("../../../../bench/experiments/migration-mixes.toml");
+        let idle = include_str!("../../../../bench/experiments/migration-idle-gap.toml");
         for (good, from, to, expected) in [
             (distance, "\"disabled\"]", "\"qemu-tcp\"]", "qemu-tcp is not allowed: each once of"),
+            (idle, "\"disabled\"]", "\"unplaced\"]", "unplaced is not allowed: each once of"),
+            (
+                idle,
+                "runs_on = true",
+                "runs_on = 1",
+                "invalid type: integer `1`, expected a boolean",
+            ),
             (distance, "rtt_us = [500,", "rtt_us = [5000000,", "from 0 to 2000000"),
             (
                 distance,

@@ -1,4 +1,5 @@
-//! QEMU's own migration between two QEMUs that are started by hand, with the same guest: in the clear, by several streams, by TLS.
+//! QEMU's own migration between two QEMUs that are started by hand, with the same guest: in the clear and by TLS, with one stream for all
+//! and with several for memory.
 
 use std::fs::{self, Permissions};
 use std::net::Ipv4Addr;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::guest::Guest;
-use super::meter;
+use super::meter::{self, Ends};
 use super::moved::Moved;
 use crate::outcome::OperationError;
 use crate::qemu::{self, BANDWIDTH, Qemu};
@@ -17,8 +18,6 @@ use crate::qemu::{self, BANDWIDTH, Qemu};
 /// Where the destination listens, in the network of the line.
 const ADDRESS: Ipv4Addr = Ipv4Addr::LOCALHOST;
 const PORT: u16 = 4444;
-/// The streams of `multifd`: one for each core of a small machine.
-const CHANNELS: u32 = 2;
 /// QEMU's usual limit of the time in which a guest stands still, as vmseal's migrations have it.
 const DOWNTIME_MILLISECONDS: u64 = 300;
 /// A key for TLS 1.3, of 256 bits; with it GnuTLS takes AES-128-GCM.
@@ -26,29 +25,30 @@ const KEY: &str = "qemu:00112233445566778899aabbccddeeff00112233445566778899aabb
 
 /// How it migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum How {
-    /// One stream.
-    Tcp,
-    /// Several.
-    Multifd,
-    /// One by TLS.
-    Tls,
+pub(super) struct How {
+    /// By TLS; else in the clear.
+    tls: bool,
+    /// So many streams for memory (`multifd`) beside the one for the rest; none is one for all.
+    channels: Option<u32>,
 }
 
 impl How {
     /// The system of this name.
     pub fn of(system: &str) -> Option<Self> {
-        match system {
-            "qemu-tcp" => Some(Self::Tcp),
-            "qemu-multifd" => Some(Self::Multifd),
-            "qemu-tls" => Some(Self::Tls),
+        let (name, channels) = match system.rsplit_once("-multifd-") {
+            Some((name, channels)) => (name, Some(channels.parse::<u32>().ok()?)),
+            None => (system, None),
+        };
+        match (name, channels) {
+            ("qemu-tcp", None) | ("qemu", Some(_)) => Some(Self { tls: false, channels }),
+            ("qemu-tls", _) => Some(Self { tls: true, channels }),
             _ => None,
         }
     }
 
     fn capabilities(self) -> Value {
         let on = |name: &str| json!({"capability": name, "state": true});
-        let multifd = (self == Self::Multifd).then(|| on("multifd"));
+        let multifd = self.channels.map(|_| on("multifd"));
         // As vmseal has it: a guest that changes memory faster than it can be sent is slowed down.
         let all: Vec<Value> =
             [on("events"), on("auto-converge")].into_iter().chain(multifd).collect();
@@ -57,10 +57,11 @@ impl How {
 
     fn parameters(self) -> Value {
         let mut all = json!({"max-bandwidth": BANDWIDTH, "downtime-limit": DOWNTIME_MILLISECONDS});
-        match self {
-            Self::Tcp => {}
-            Self::Multifd => all["multifd-channels"] = json!(CHANNELS),
-            Self::Tls => all["tls-creds"] = json!("tls"),
+        if let Some(channels) = self.channels {
+            all["multifd-channels"] = json!(channels);
+        }
+        if self.tls {
+            all["tls-creds"] = json!("tls");
         }
         all
     }
@@ -85,7 +86,10 @@ pub(super) fn migrate(
     let mut source = start(End::Source)?;
     guest.until_filled(source.pid())?;
     let from = source.pid();
-    let processes = || std::iter::once(from).chain(End::Destination.recorded(home)).collect();
+    let processes = || Ends {
+        source: vec![from],
+        destination: End::Destination.recorded(home).into_iter().collect(),
+    };
     let begun = Instant::now();
     let (went, spent) = meter::watched(processes, || {
         let mut destination = start(End::Destination)?;
@@ -173,7 +177,7 @@ fn arguments(
     }
     let role = if end == End::Source { "client,username=qemu" } else { "server" };
     let tls = format!("tls-creds-psk,id=tls,dir={},endpoint={role}", home.display());
-    if how == How::Tls {
+    if how.tls {
         all.extend(["-object".to_owned(), tls]);
     }
     all
@@ -182,26 +186,52 @@ fn arguments(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::MIGRATION_SYSTEMS;
 
     #[test]
     fn each_way_has_what_it_needs() {
-        let of = |how: How| (how.capabilities().to_string(), how.parameters().to_string());
-        let has = |how, text: &str| {
-            let (capabilities, parameters) = of(how);
-            capabilities.contains(text) || parameters.contains(text)
+        let how = |system: &str| How::of(system).unwrap();
+        let (tcp, tls) = (how("qemu-tcp"), how("qemu-tls"));
+        let has = |how: How, text: &str| {
+            let (capabilities, parameters) = (how.capabilities(), how.parameters());
+            format!("{capabilities} {parameters}").contains(text)
         };
-        assert!(has(How::Multifd, "\"multifd\"") && has(How::Multifd, "\"multifd-channels\":2"));
-        assert!(!has(How::Tcp, "multifd") && !has(How::Tls, "multifd"));
-        assert!(has(How::Tls, "\"tls-creds\":\"tls\"") && !has(How::Tcp, "tls"));
+        for (channels, clear, sealed) in [
+            (1, how("qemu-multifd-1"), how("qemu-tls-multifd-1")),
+            (4, how("qemu-multifd-4"), how("qemu-tls-multifd-4")),
+        ] {
+            let streams = format!("\"multifd-channels\":{channels}");
+            for how in [clear, sealed] {
+                assert!(has(how, "\"multifd\"") && has(how, &streams), "{how:?}");
+            }
+            assert!(!has(clear, "tls") && has(sealed, "\"tls-creds\":\"tls\""));
+        }
+        assert!(!has(tcp, "multifd") && !has(tls, "multifd"));
+        assert!(has(tls, "\"tls-creds\":\"tls\"") && !has(tcp, "tls"));
         let guest = Guest { size_mib: 1, changes_mib: 0, repeats: 1 };
         let of = |end, how| {
             arguments(end, how, guest, Path::new("/d"), "tcg", Path::new("/h")).join(" ")
         };
-        assert!(of(End::Destination, How::Tls).contains("-incoming defer"));
-        assert!(of(End::Destination, How::Tls).contains("endpoint=server"));
-        assert!(of(End::Source, How::Tls).ends_with("endpoint=client,username=qemu"));
-        assert!(!of(End::Source, How::Tcp).contains("tls"));
-        assert!(!of(End::Source, How::Tcp).contains("-incoming"));
+        assert!(of(End::Destination, tls).contains("-incoming defer"));
+        assert!(of(End::Destination, tls).contains("endpoint=server"));
+        assert!(of(End::Source, tls).ends_with("endpoint=client,username=qemu"));
+        assert!(!of(End::Source, tcp).contains("tls"));
+        assert!(!of(End::Source, tcp).contains("-incoming"));
+    }
+
+    #[test]
+    fn every_system_by_hand_is_a_way_of_its_own() {
+        let by_hand = MIGRATION_SYSTEMS.iter().filter(|system| system.starts_with("qemu"));
+        let ways: Vec<How> =
+            by_hand.map(|system| How::of(system).unwrap_or_else(|| panic!("{system}"))).collect();
+        for (at, way) in ways.iter().enumerate() {
+            assert!(!ways[..at].contains(way), "{way:?} has two names");
+        }
+        let mut others = MIGRATION_SYSTEMS.iter().filter(|system| !system.starts_with("qemu"));
+        assert!(others.all(|system| How::of(system).is_none()));
+        for unknown in ["qemu", "qemu-multifd", "qemu-multifd-x", "qemu-tcp-multifd-2"] {
+            assert_eq!(How::of(unknown), None, "{unknown}");
+        }
     }
 
     #[test]

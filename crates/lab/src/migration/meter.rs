@@ -16,11 +16,20 @@ const EVERY: Duration = Duration::from_millis(10);
 /// The part of all bytes that have gone over the line when its rate begins to count, and when it ends.
 const MIDDLE: (f64, f64) = (0.1, 0.9);
 
+/// What either end of a migration has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Ends<T> {
+    /// The host from which the guest moves.
+    pub source: T,
+    /// The host to which it moves.
+    pub destination: T,
+}
+
 /// What was seen.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spent {
-    /// The CPU time of all processes but what their guests did.
-    pub cpu: Duration,
+    /// The CPU time of all processes of each end but what their guests did.
+    pub cpu: Ends<Duration>,
     /// When, in seconds, how many bytes had gone over the line.
     pub(super) line: Vec<(f64, f64)>,
 }
@@ -49,9 +58,9 @@ fn reached(line: &[(f64, f64)], bytes: f64) -> Option<f64> {
     Some(from + part * (to - from))
 }
 
-/// Does something while it looks at processes, which may change.
+/// Does something while it looks at the processes of both ends, which may change.
 pub(super) fn watched<T>(
-    processes: impl Fn() -> Vec<i32> + Sync,
+    processes: impl Fn() -> Ends<Vec<i32>> + Sync,
     work: impl FnOnce() -> T,
 ) -> (T, Spent) {
     let ended = AtomicBool::new(false);
@@ -75,17 +84,15 @@ pub(super) fn watched<T>(
 
 #[derive(Default)]
 struct Meter {
-    processes: BTreeMap<i32, Process>,
+    processes: Ends<BTreeMap<i32, Process>>,
     line: Vec<(f64, f64)>,
     begun: Option<Instant>,
 }
 
 impl Meter {
-    fn look(&mut self, processes: &[i32]) {
-        for &pid in processes {
-            let process = self.processes.entry(pid).or_insert_with(|| Process::new(pid));
-            process.look();
-        }
+    fn look(&mut self, processes: &Ends<Vec<i32>>) {
+        look_at(&mut self.processes.source, &processes.source);
+        look_at(&mut self.processes.destination, &processes.destination);
         if let Some(sent) = line::sent() {
             let begun = *self.begun.get_or_insert_with(Instant::now);
             self.line.push((begun.elapsed().as_secs_f64(), sent as f64));
@@ -94,14 +101,27 @@ impl Meter {
 
     /// What was done so far does not count.
     fn begin(&mut self) {
-        for process in self.processes.values_mut() {
+        let Ends { source, destination } = &mut self.processes;
+        for process in source.values_mut().chain(destination.values_mut()) {
             process.before = process.now;
         }
     }
 
     fn spent(self) -> Spent {
-        let one = |process: &Process| process.now.saturating_sub(process.before);
-        Spent { cpu: self.processes.values().map(one).sum(), line: self.line }
+        let Ends { source, destination } = &self.processes;
+        let cpu = Ends { source: time_of_all(source), destination: time_of_all(destination) };
+        Spent { cpu, line: self.line }
+    }
+}
+
+fn time_of_all(processes: &BTreeMap<i32, Process>) -> Duration {
+    processes.values().map(|process| process.now.saturating_sub(process.before)).sum()
+}
+
+/// Looks at the processes of one end, of which some may be new.
+fn look_at(known: &mut BTreeMap<i32, Process>, there: &[i32]) {
+    for &pid in there {
+        known.entry(pid).or_insert_with(|| Process::new(pid)).look();
     }
 }
 
@@ -180,16 +200,23 @@ mod tests {
         busy(200);
         let child = std::sync::Mutex::new(None);
         let own = std::process::id().cast_signed();
-        let processes = || [Some(own), *child.lock().unwrap()].into_iter().flatten().collect();
+        let processes = || Ends {
+            source: child.lock().unwrap().iter().copied().collect(),
+            destination: Vec::new(),
+        };
         let ((), spent) = watched(processes, || {
             let script = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
             let mut shell = Command::new("sh").args(["-c", script]).spawn().unwrap();
             *child.lock().unwrap() = Some(shell.id().cast_signed());
             shell.wait().unwrap();
         });
-        let milliseconds = spent.cpu.as_millis();
+        let milliseconds = spent.cpu.source.as_millis();
         assert!((20..20_000).contains(&milliseconds), "{milliseconds}");
-        let before = watched(|| vec![own], || ()).1.cpu.as_millis();
+        assert_eq!(spent.cpu.destination, Duration::ZERO, "the shell is of the source");
+        let own_alone = || Ends { source: Vec::new(), destination: vec![own] };
+        let spent = watched(own_alone, || ()).1.cpu;
+        let before = spent.destination.as_millis();
         assert!(before < 200, "{before}: what was before counts");
+        assert_eq!(spent.source, Duration::ZERO, "this process is of the destination");
     }
 }

@@ -7,14 +7,15 @@
 //!         → stop it
 //! ```
 //!
-//! Guests with redis are started and filled once, and a client asks them while they move (`redis`). The hosts are in one network, or
-//! in two with a long line between them (`line`, `delay`).
+//! Guests with redis are started and filled once, and a client asks them while they move (`redis`). Others run on from one move to the
+//! next where the experiment says so. The hosts are in one network, or in two with a long line between them (`line`, `delay`).
 //!
 //! What it takes is that of the task, or by hand from the start of the destination's QEMU on: that is part of both. The rate is that
 //! of the line alone (`meter`).
 
 mod by_hand;
 mod delay;
+mod dip;
 mod guest;
 mod line;
 mod meter;
@@ -30,13 +31,14 @@ use serde_json::Value;
 use self::by_hand::How;
 use self::guest::Guest;
 use self::line::Line;
+use self::meter::Ends;
 use self::moved::Moved;
 use self::redis::RedisGuest;
 use crate::claim::Place;
 use crate::definition::{AxisValue, MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
 use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
-use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample};
+use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample, Served};
 use crate::report::Measured;
 use crate::subject::{self, Order, Point, Subject};
 
@@ -103,7 +105,8 @@ pub(crate) fn run(
     };
     let directory = choice.directory.clone();
     let systems = order.systems.clone();
-    let mut subject = Migrations { program, directory, systems, tasks, redis, here: None, line };
+    let (runs_on, here) = (steps.runs_on, None);
+    let mut subject = Migrations { program, directory, systems, tasks, runs_on, redis, here, line };
     let outcome = subject::measure(&order, &mut subject, observe)?;
     // Kept until the program ends, as the names of loads are.
     let section = id.to_owned().leak();
@@ -112,19 +115,19 @@ pub(crate) fn run(
     Ok((vec![measured], places, outcome, None))
 }
 
-/// The systems that an experiment of the catalogue measures at this point in its small size.
+/// The systems that an experiment of the catalogue measures at this point in its small size, and in how many rounds.
 #[cfg(test)]
-pub(crate) fn systems_at(workload: &str) -> Vec<String> {
+pub(crate) fn measured_at(workload: &str) -> (Vec<String>, u32) {
     use crate::definition::Matter;
     for definition in crate::catalogue::CATALOGUE.iter() {
         let Matter::Migration(matrix, steps) = &definition.matter else { continue };
         let sizes = steps.small.size_mib.as_ref().unwrap_or(&matrix.size_mib);
         let (tasks, _) = tasks(&definition.id, matrix, sizes);
         if tasks.iter().any(|task| task.workload == workload) {
-            return matrix.systems.clone();
+            return (matrix.systems.clone(), steps.small.rounds);
         }
     }
-    Vec::new()
+    (Vec::new(), 0)
 }
 
 /// What is to be done, with the points of the matrix that it is at. Axes with several values are part of the names.
@@ -190,6 +193,8 @@ struct Migrations {
     directory: PathBuf,
     systems: Vec<&'static str>,
     tasks: Vec<Task>,
+    /// Whether guests without redis run on from one round to the next.
+    runs_on: bool,
     /// The disk of guests with redis.
     redis: Option<PathBuf>,
     /// What runs in the network of the line ends before it.
@@ -244,13 +249,22 @@ impl Subject for Migrations {
             (Some(how), _) => {
                 by_hand::migrate(how, task.guest, &image(here, &task), &here.accelerator()?)?
             }
+            (None, None) if self.runs_on => {
+                let vm = name(point.system, &task);
+                if point.round == 0 {
+                    start(here, &vm, &task)?;
+                }
+                move_watched(here, &vm, point.system, &task)?
+            }
             (None, None) => migrate(here, point.system, &task)?,
             (None, Some(mix)) => {
                 let vm = name(point.system, &task);
                 let moves = || move_watched(here, &vm, point.system, &task);
                 let guest = self.guest(point.system, &task);
                 let (moved, served, gap) = guest.asked(mix, u64::from(point.round), moves)?;
-                Moved { gap, served: Some(served), ..moved }
+                // What the task says; the client's time takes its place.
+                let stood_still = moved.gap.as_secs_f64();
+                Moved { gap, served: Some(Served { stood_still, ..served }), ..moved }
             }
         };
         if !self.line.goes_on() {
@@ -381,11 +395,16 @@ fn migrate(here: &Installation, system: &str, task: &Task) -> Result<Moved, Oper
     if system == UNPLACED {
         at_home(here, &vm)?;
     }
-    here.vmseal(&["vm", "start", &vm])?;
-    task.guest.until_filled(process_of(here, &vm)?)?;
+    start(here, &vm, task)?;
     let moved = move_watched(here, &vm, system, task)?;
     here.vmseal(&["vm", "stop", &vm, "--force"])?;
     Ok(moved)
+}
+
+/// Starts a VM, and waits until its memory is full.
+fn start(here: &Installation, vm: &str, task: &Task) -> Result<(), OperationError> {
+    here.vmseal(&["vm", "start", vm])?;
+    task.guest.until_filled(process_of(here, vm)?)
 }
 
 /// Moves a VM that runs to the other host.
@@ -396,10 +415,10 @@ fn move_watched(
     task: &Task,
 ) -> Result<Moved, OperationError> {
     let shown = here.json(&["vm", "show", vm])?;
-    let to = match shown["host"] == HERE {
-        true if system == UNPLACED => ELSEWHERE,
-        true => THERE,
-        false => HERE,
+    let (from, to) = match shown["host"] == HERE {
+        true if system == UNPLACED => (HERE, ELSEWHERE),
+        true => (HERE, THERE),
+        false => (THERE, HERE),
     };
     let mut command = vec!["vm", "migrate", vm, to];
     if system == COMPRESSED {
@@ -408,7 +427,8 @@ fn move_watched(
     if task.disk_mib > 0 {
         command.extend(["--datastore", own_datastore(to)]);
     }
-    let (answered, spent) = meter::watched(|| here.processes(), || here.json(&command));
+    let processes = || Ends { source: here.processes_of(from), destination: here.processes_of(to) };
+    let (answered, spent) = meter::watched(processes, || here.json(&command));
     let answered = answered?;
     let unclear = || OperationError::Answer { what: command.join(" ") };
     let (seconds, of_memory, gap) = went(&answered).ok_or_else(unclear)?;
@@ -424,17 +444,21 @@ fn at_home(here: &Installation, vm: &str) -> Result<(), OperationError> {
     Ok(())
 }
 
-/// QEMU has its VM in the name of its process, of which the kernel keeps the beginning.
+/// The QEMU of a VM.
 fn process_of(here: &Installation, vm: &str) -> Result<i32, OperationError> {
-    let name = format!("vm-{vm}");
     let is_it = |pid: &i32| {
-        let path = format!("/proc/{pid}/comm");
-        let known = std::fs::read_to_string(path).unwrap_or_default();
-        known.starts_with("vm-") && name.starts_with(known.trim())
+        // One that has ended is not it.
+        let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        is_qemu_of(&String::from_utf8_lossy(&arguments), vm)
     };
     let log = String::new();
     let never = OperationError::Never { what: "the guest has a process", log };
     here.processes().into_iter().find(is_it).ok_or(never)
+}
+
+/// QEMU is told its VM's name for that of its process. Of the latter the kernel keeps 15 characters, which several VMs may have.
+fn is_qemu_of(arguments: &str, vm: &str) -> bool {
+    arguments.contains(&format!(",process=vm-{vm},"))
 }
 
 /// Of a task that is done: its time in seconds, what was sent, and how long the guest stood still, from its last pass on.
@@ -466,6 +490,15 @@ mod tests {
         // A gap of which a part is not known is none.
         task["migrated"].as_object_mut().unwrap().remove("switch_milliseconds");
         assert_eq!(went(&task), None);
+    }
+
+    #[test]
+    fn a_qemu_is_that_of_a_vm_whose_name_another_one_begins_with() {
+        let arguments = "qemu\0-name\0guest=a-64-1-1,process=vm-a-64-1-1,debug-threads=on\0-m\0";
+        assert!(is_qemu_of(arguments, "a-64-1-1"));
+        for other in ["a-64-1-10", "a-64-1", "64-1-1"] {
+            assert!(!is_qemu_of(arguments, other), "{other}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use super::dip::{self, Answer};
 use crate::definition::Mix;
 use crate::outcome::{OperationError, Served};
 use crate::stop;
@@ -214,7 +215,7 @@ impl RedisGuest {
         mut random: fastrand::Rng,
         begun: Instant,
         ends: &AtomicBool,
-    ) -> io::Result<Vec<(Duration, Duration)>> {
+    ) -> io::Result<Vec<Answer>> {
         let mut connection = Connection::new(self.address())?;
         let (mut answers, mut request) = (Vec::new(), Vec::new());
         while !ends.load(Ordering::Relaxed) {
@@ -239,21 +240,16 @@ impl RedisGuest {
 /// What came of requests, each with when it was sent and answered, around a move; and the longest that one waited that was answered
 /// after the move had begun.
 fn summarize(
-    answers: &[(Duration, Duration)],
+    answers: &[Answer],
     (from, to): (Duration, Duration),
     end: Duration,
 ) -> (Served, Duration) {
     let rate = |from: Duration, to: Duration| {
-        let within = |(_, answered): &&(Duration, Duration)| *answered >= from && *answered < to;
+        let within = |(_, answered): &&Answer| *answered >= from && *answered < to;
         answers.iter().filter(within).count() as f64 / to.saturating_sub(from).as_secs_f64()
     };
-    let mut by_second = vec![0; end.as_secs() as usize];
-    for (_, answered) in answers {
-        // The last second is not a whole one.
-        if let Some(count) = by_second.get_mut(answered.as_secs() as usize) {
-            *count += 1;
-        }
-    }
+    let by_tenth = dip::counted(answers, end);
+    let silence = dip::silence(answers, (from, to));
     let meanwhile = answers.iter().filter(|(_, answered)| *answered >= from);
     let longest = meanwhile.map(|(sent, answered)| *answered - *sent).max().unwrap_or_default();
     let served = Served {
@@ -261,7 +257,11 @@ fn summarize(
         during: rate(from, to),
         after: rate(to, end),
         moved: (from.as_secs_f64(), to.as_secs_f64()),
-        by_second,
+        silence: silence.map_or(f64::NAN, |(last, next)| (next - last).as_secs_f64()),
+        recovery: silence.map_or(f64::NAN, |it| dip::recovery(&by_tenth, (WARM_UP, from), it, end)),
+        by_tenth,
+        // The client does not know.
+        stood_still: f64::NAN,
     };
     (served, longest)
 }
@@ -355,7 +355,14 @@ mod tests {
         let times = (Duration::from_secs(4), Duration::from_secs(6));
         let (served, longest) = summarize(&answers, times, Duration::from_millis(9500));
         assert_eq!(longest, Duration::from_millis(1600));
-        assert_eq!(served.by_second, [9, 10, 11, 9, 0, 3, 5, 5, 5]);
+        let by_second: Vec<u64> = served.by_tenth.chunks(10).map(|it| it.iter().sum()).collect();
+        assert_eq!(
+            (served.by_tenth.len(), &by_second[..]),
+            (95, &[9, 10, 11, 9, 0, 3, 5, 5, 5, 2][..])
+        );
+        // Nothing was answered from 3.85 s to 5.5 s, and half as much from then on.
+        assert!((served.silence - 1.65).abs() < 1e-9, "{served:?}");
+        assert!((served.recovery - 5.65).abs() < 1e-9, "{served:?}");
         assert_eq!((served.before, served.during), (10.0, 1.5));
         assert!((served.after - 17.0 / 3.5).abs() < 1e-9, "{served:?}");
     }

@@ -17,6 +17,9 @@ const SHORTER: Duration = Duration::from_millis(10);
 /// What is advised, in bytes: 2 Gb/s over 200 ms, with what the kernel counts beside the data (docs/migration.md).
 const ADVISED: u64 = 64 << 20;
 
+/// A file with that, which the package and `scripts/install` put there and nothing reads. The latter has it below its own prefix.
+const EXAMPLE: &str = "/usr/share/doc/vmseal/examples/60-vmseal-migration.conf";
+
 /// The most that the kernel holds of a connection that sends and of one that receives, with what it holds at least and to begin with.
 const SENT: &str = "net.ipv4.tcp_wmem";
 const RECEIVED: &str = "net.ipv4.tcp_rmem";
@@ -74,7 +77,7 @@ fn remedy(send: [u64; 3], receive: [u64; 3]) -> String {
         format!("sysctl -w {name}='{least} {first} {}'", most.max(ADVISED))
     };
     format!(
-        "nothing to do where hosts are near each other; else on both hosts: {} && {}, and the same in /etc/sysctl.d/60-vmseal-migration.conf",
+        "nothing to do where hosts are near each other; else on both hosts: {} && {}, and the same in /etc/sysctl.d/60-vmseal-migration.conf (an example: {EXAMPLE})",
         set(SENT, send),
         set(RECEIVED, receive)
     )
@@ -111,6 +114,22 @@ mod tests {
             "sysctl -w net.ipv4.tcp_rmem='4096 131072 134217728'",
         ] {
             assert!(remedy.contains(command), "{remedy}");
+        }
+        assert!(remedy.ends_with(&format!("(an example: {EXAMPLE})")), "{remedy}");
+    }
+
+    #[test]
+    fn the_example_has_what_is_advised() {
+        let example = include_str!("../../../../../packaging/sysctl/60-vmseal-migration.conf");
+        let of = |name: &str| {
+            let set =
+                |line: &str| line.strip_prefix(name)?.trim().strip_prefix('=').map(str::to_owned);
+            example.lines().find_map(set).unwrap_or_else(|| panic!("{name} is not set"))
+        };
+        let (sent, received) = (of(SENT), of(RECEIVED));
+        assert_eq!(judge(&sent, &received).result, Verdict::Ok);
+        for value in [sent, received] {
+            assert_eq!(sizes(&value).unwrap()[2], ADVISED, "{value}");
         }
     }
 }
