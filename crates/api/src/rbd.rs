@@ -34,6 +34,10 @@ pub struct Mounted {
 /// [`crate::image_layout::ImageLayout`] in JSON.
 pub const IMAGE_LAYOUT_ATTRIBUTE: &str = "user.vmseal.image-layout";
 
+/// An extended attribute of directories that is set, with any value, and not kept: all below the directory is taken from other hosts. Processes
+/// that have the exclusive lock of an image there lose it and are put on the cluster's blocklist, so that nothing of theirs lands any more.
+pub const FENCE_ATTRIBUTE: &str = "user.vmseal.fence";
+
 /// Extended attributes of files that are images: metadata of the image, without `user.` in front, which `rbd image-meta list` shows. They
 /// tell an operator who has nothing but Ceph's tools what the image is, and its header is what counts. `vmseal-rbd` takes no others.
 /// The last one is written last: where it is right, the others are.

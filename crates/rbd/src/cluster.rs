@@ -17,6 +17,10 @@ use crate::library::{
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
 
+/// How long an address stays on the cluster's blocklist of which a lock was broken: a week. The cluster's own hour is too short: who hangs for
+/// longer, and then goes on, would have the cluster take what it had under way.
+const BLOCKLISTED_SECONDS: &str = "604800";
+
 /// The most bytes of requests in flight, and the most requests: more wait, so a slow cluster costs no memory.
 const BYTES_IN_FLIGHT: &str = "134217728";
 const REQUESTS_IN_FLIGHT: &str = "1024";
@@ -157,6 +161,7 @@ impl Cluster {
             ("rbd_skip_partial_discard", "false"),
             // Who is taken a lock from cannot write any more.
             ("rbd_blocklist_on_break_lock", "true"),
+            ("rbd_blocklist_expire_seconds", BLOCKLISTED_SECONDS),
             ("log_file", ""),
             ("log_to_stderr", "false"),
             ("admin_socket", ""),

@@ -4,6 +4,7 @@
 //! images are answered by librbd's threads when they are done, all others by the thread that got the request.
 
 mod attributes;
+mod fence;
 mod metadata;
 mod release;
 mod seeking;

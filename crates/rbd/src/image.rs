@@ -144,11 +144,7 @@ impl Image {
         let owners = if predecessors.is_empty() { Vec::new() } else { image.lock_owners()? };
         for owner in owners.iter().filter(|owner| predecessors.contains(owner)) {
             tracing::warn!(image = name, %owner, "breaking the lock of a process that is dead");
-            let owner = text(owner)?;
-            // SAFETY: the image is open, the text outlives the call.
-            let broken =
-                unsafe { (rbd.rbd_lock_break)(image.handle, LOCK_EXCLUSIVE, owner.as_ptr()) };
-            checked(broken)?;
+            image.break_lock(owner)?;
         }
         // SAFETY: the image is open.
         let locked = checked(unsafe { (rbd.rbd_lock_acquire)(image.handle, LOCK_EXCLUSIVE) });
@@ -163,6 +159,37 @@ impl Image {
                 image.learn_size()?;
                 Ok(image)
             }
+        }
+    }
+
+    /// Takes an image from all other processes that have its lock, dead or not: the cluster takes nothing from them any more, what they have
+    /// under way included. `own` is the address of this process, which keeps what it has. Returns the addresses of the others.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub fn take_from_others(pool: &Arc<Pool>, name: &str, own: &str) -> io::Result<Vec<String>> {
+        // Open to be written, and nothing is written: it gets no lock by that. Of one that is open for reading alone no lock can be broken.
+        let image = match Self::open_as(pool, name, loaded().rbd.rbd_open) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            opened => opened?,
+        };
+        let mut others = image.lock_owners()?;
+        others.retain(|owner| owner != own);
+        for owner in &others {
+            tracing::warn!(image = name, %owner, "taking an image from another host");
+            image.break_lock(owner)?;
+        }
+        Ok(others)
+    }
+
+    /// Breaks the lock of another process, whose address is on the cluster's blocklist before that. One that it has given up is broken.
+    fn break_lock(&self, owner: &str) -> io::Result<()> {
+        let owner = text(owner)?;
+        let break_lock = loaded().rbd.rbd_lock_break;
+        // SAFETY: the image is open, the text outlives the call.
+        match checked(unsafe { break_lock(self.handle, LOCK_EXCLUSIVE, owner.as_ptr()) }) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
         }
     }
 

@@ -106,6 +106,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/datastores/share", post(share_datastore))
         .route("/v1/datastores/key", put(offer_pool_key))
         .route("/v1/datastores/remount", post(remount_datastore))
+        .route("/v1/fence", post(fence_vm))
         .route("/v1/datastores/measure", post(measure_datastore))
         .route("/v1/datastores/scan", post(scan_datastore))
         .route("/v1/datastores/survey", post(survey_datastore))
@@ -249,6 +250,11 @@ async fn offer_pool_key(State(agent): State<Agent>, request: Body) -> Answer<Res
 
 async fn remount_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {
     json(&agent.remount_datastore(body(request).await?).await?)
+}
+
+async fn fence_vm(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.fence_vm(body(request).await?).await?;
+    done()
 }
 
 async fn measure_datastore(State(agent): State<Agent>, request: Body) -> Answer<Response> {

@@ -26,7 +26,7 @@ use vmseal_api::host::backup::{BackupManifest, BackupPlace};
 use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
-    ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
+    ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing, Fence,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
     NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, ReceiveJob, Remount, SealedKey,
     ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
@@ -60,6 +60,7 @@ use crate::storage::contents::Scanning;
 use crate::storage::datastore;
 use crate::storage::disk;
 use crate::storage::exported;
+use crate::storage::fence;
 use crate::storage::kept_room;
 use crate::storage::measure::{Measuring, Sweeping};
 use crate::storage::medium;
@@ -361,6 +362,12 @@ impl HostAgent for RealHost {
         })
         .await
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    async fn fence_vm(&self, fence: Fence) -> Result<(), Problem> {
+        spawn_blocking(move || fence::fence(&fence))
+            .await
+            .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
     async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {

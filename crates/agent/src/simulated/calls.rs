@@ -14,7 +14,7 @@ use vmseal_api::host::backup::{BackupManifest, BackupPlace};
 use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
-    DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
+    DiskFacts, DiskSpec, Exposing, Fence, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
     KeptRoom, KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, Power,
     PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
     StopReason, VmChange, VmSpec,
@@ -276,7 +276,7 @@ impl Inside {
     }
 
     /// Leaves what a VM has on datastores to the host that gets it, also where this agent has restarted and does not know it.
-    fn leave(&mut self, vm: VmId) {
+    pub(super) fn leave(&mut self, vm: VmId) {
         let disks = self.persisted.disks.iter().filter(|(_, disk)| disk.vm == vm);
         let disks: std::collections::BTreeMap<_, _> =
             disks.map(|(id, disk)| (*id, disk.clone())).collect();
@@ -542,6 +542,10 @@ impl HostAgent for SimulatedHost {
 
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
         self.call(Call::RemountDatastore, |inside| inside.remount(&remount))
+    }
+
+    async fn fence_vm(&self, fence: Fence) -> Result<(), Problem> {
+        self.call(Call::FenceVm, |inside| inside.fence(&fence))
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

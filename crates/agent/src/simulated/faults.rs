@@ -22,6 +22,8 @@ pub enum Call {
     OfferPoolKey,
     /// `remount_datastore`
     RemountDatastore,
+    /// `fence_vm`
+    FenceVm,
     /// `examine_disk`
     ExamineDisk,
     /// `measure_datastore`

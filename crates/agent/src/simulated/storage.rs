@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use uuid::Uuid;
-use vmseal_api::host::{DatastoreSpec, Sharing, SharingStep};
+use vmseal_api::host::{DatastoreSpec, Fence, Sharing, SharingStep};
 use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::running::RunningGuest;
-use super::{SimulatedDisk, SimulatedHost};
+use super::{Inside, SimulatedDisk, SimulatedHost};
 
 /// What is in these directories beside VMs. Clones are the same storage.
 #[derive(Clone, Default)]
@@ -103,6 +103,19 @@ impl Storage {
     }
 }
 
+impl Inside {
+    /// Keeps others from the disks of a VM. Simulated guests write nothing.
+    pub fn fence(&mut self, Fence { vm, generation }: &Fence) -> Result<(), Problem> {
+        let taken = self.persisted.leases.get(&vm.vm).is_some_and(|taken| taken > generation);
+        if taken {
+            let what = format!("the disks of VM '{}' belong to a later placement of it", vm.name);
+            return Err(Problem::new(ErrorCode::Conflict, what));
+        }
+        self.persisted.leases.insert(vm.vm, *generation);
+        Ok(())
+    }
+}
+
 impl SimulatedHost {
     /// A new host that sees the same directories as this one, and has no VM.
     ///
@@ -113,6 +126,17 @@ impl SimulatedHost {
         let new = Self::new();
         new.inside().persisted.storage = self.inside().persisted.storage.clone();
         new
+    }
+
+    /// Another host gets what a VM has on datastores though this one has not forgotten it: on a pool of a cluster it is there for all.
+    pub fn show_others(&self, vm: VmId) {
+        self.inside().leave(vm);
+    }
+
+    /// The generation of the placement that a VM's disks were taken with on this host.
+    #[must_use]
+    pub fn lease(&self, vm: VmId) -> Option<u64> {
+        self.inside().persisted.leases.get(&vm).copied()
     }
 
     /// Sets whether each host has its locks for itself, as over NFS without a lock server.

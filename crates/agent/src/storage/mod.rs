@@ -16,6 +16,7 @@ pub(crate) mod export;
 pub(crate) mod exported;
 pub(crate) mod exporting;
 pub(crate) mod facts;
+pub(crate) mod fence;
 pub(crate) mod file_error;
 pub(crate) mod file_identity;
 pub(crate) mod filling;

@@ -28,7 +28,7 @@ use crate::host::backup::{BackupManifest, BackupPlace};
 use crate::host::survey::DatastoreSurvey;
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
-    ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
+    ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing, Fence,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
     NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, Remount, STATE_WAIT_MAX, SealedKey,
     ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
@@ -202,6 +202,10 @@ impl HostAgent for HostClient {
 
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
         self.call(self.request(Method::POST, "datastores/remount").json(&remount)).await
+    }
+
+    async fn fence_vm(&self, fence: Fence) -> Result<(), Problem> {
+        self.command_with(Method::POST, "fence", &fence).await
     }
 
     async fn examine_disk(&self, disk: NewDisk) -> Result<(), Problem> {

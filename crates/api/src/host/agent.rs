@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use super::change::VmChange;
 use super::description::HostDescription;
 use super::disk::NewDisk;
+use super::fence::Fence;
 use super::job::{JobSpec, JobStatus};
 use super::kept::{KeptRoom, PlacedDisk};
 use super::key::{KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys};
@@ -114,6 +115,15 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `unreachable` where the cluster refuses the key or does not answer, `timed-out` where the process does not: the pool stays mounted as
     /// it is. `wrong-state` for a directory, or where the process does not say which one it is. An error after the process has ended: the pool is mounted when it is needed next.
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem>;
+
+    /// Takes the disks of a VM, on pools of Ceph, from a host that does not answer, before they are opened here: the lease of the VM's disks is
+    /// taken, and then the cluster takes nothing any more from processes of other hosts that have one of its images open to be written. It
+    /// may be done again, also while the VM runs here. Agents without the feature [`FENCE_VMS`](super::version::FENCE_VMS) do not know it.
+    ///
+    /// # Errors
+    /// `wrong-state` where a disk is on a directory; `conflict` where a later placement has the lease; `unsupported` where a `vmseal-rbd` of
+    /// an earlier version serves the pool; those of the cluster.
+    async fn fence_vm(&self, fence: Fence) -> Result<(), Problem>;
 
     /// Checks whether a disk could be made: its datastore, its image, and the room that it needs at once. No
     /// VM and no key are needed, and nothing is changed.

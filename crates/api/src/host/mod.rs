@@ -26,6 +26,7 @@
 //! GET    /v1/log-level                     log_level
 //! PUT    /v1/log-level                     set_log_level
 //! POST   /v1/hardware/examine              examine_hardware
+//! POST   /v1/fence                         fence_vm
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm
 //! PUT    /v1/vms/{vm}/key                  offer_key
@@ -78,6 +79,7 @@ mod change;
 mod description;
 pub mod descriptor;
 mod disk;
+mod fence;
 mod job;
 mod kept;
 mod key;
@@ -96,6 +98,7 @@ pub use self::disk::{
     Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,
     IN_PLACE_ROOM, ImageSource, NewDisk,
 };
+pub use self::fence::Fence;
 pub use self::job::{
     BackupJob, BackupKey, ConvertJob, CopyOf, CreateJob, DecryptDumpJob, DiskToConvert,
     DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob, ExportJob, JobKind,

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 69] = [
+pub const FEATURES: [&str; 70] = [
     "job-create",
     "job-export",
     NICS,
@@ -94,6 +94,7 @@ pub const FEATURES: [&str; 69] = [
     IMAGE_LAYOUTS,
     GROW_REPLICA,
     BACKUP_SUSPENDED,
+    FENCE_VMS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -301,6 +302,9 @@ pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";
+
+/// The feature of agents that take the disks of VMs on pools of Ceph from hosts that do not answer.
+pub const FENCE_VMS: &str = "fence-vms";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -1,5 +1,5 @@
-//! Extended attributes: of the root how the cluster keeps what is stored and who serves it, of directories how new images are cut into objects, and of files
-//! that are images what these say of themselves, which is metadata of the image.
+//! Extended attributes: of the root how the cluster keeps what is stored and who serves it, of directories how new images are cut into objects, and that
+//! other hosts are to lose what is in them, and of files that are images what these say of themselves, which is metadata of the image.
 
 use std::ffi::OsStr;
 use std::io;
@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
 use vmseal_api::rbd::{
-    IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE,
+    FENCE_ATTRIBUTE, IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX,
+    POOLS_ATTRIBUTE,
 };
 
 use super::FileSystem;
@@ -56,6 +57,9 @@ impl FileSystem {
     ) -> io::Result<()> {
         if name == IMAGE_LAYOUT_ATTRIBUTE {
             return image_layout::set(&self.store.pool, of, value);
+        }
+        if name == FENCE_ATTRIBUTE {
+            return self.take_from_others(of);
         }
         // The cluster cannot set what must be there, or must not, in one step.
         let key = key_of(name).filter(|_| flags == 0).ok_or_else(unsupported)?;
