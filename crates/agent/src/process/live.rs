@@ -33,6 +33,9 @@ pub struct Live {
     /// The generation that its disks had when it was handed over to another host, which may have changed them since; none
     /// while it is here.
     pub handed_over: Option<u64>,
+    /// The generation that the lease of its disks had when the guest began to run here ([`crate::storage::lease`]): with a later one it has run
+    /// elsewhere since. None where an earlier version began it.
+    pub lease: Option<u64>,
     /// How much more memory its machine has than the VM is given, in bytes: see
     /// [`EMULATED_PADDING`](crate::hypervisor::qemu::EMULATED_PADDING).
     pub memory_padding: u64,
@@ -91,8 +94,15 @@ impl Live {
             panics: Panics::default(),
             received: None,
             handed_over: None,
+            lease: None,
             memory_padding: 0,
         }
+    }
+
+    /// The same for another run of the guest, here or elsewhere, and for agents of other versions: that has a lease of its own.
+    #[must_use]
+    pub fn without_lease(&self) -> Self {
+        Self { lease: None, ..self.clone() }
     }
 
     /// Whether the guest has a device.

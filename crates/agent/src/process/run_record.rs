@@ -201,6 +201,9 @@ struct Version5 {
     /// The generation that its disks had when it was handed over to another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     handed_over: Option<u64>,
+    /// The generation that the lease of its disks had when its guest began to run here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lease: Option<u64>,
     /// How much more memory its machine has, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     memory_padding: Option<u64>,
@@ -450,6 +453,7 @@ impl Record {
                     },
                     received: record.received,
                     handed_over: record.handed_over,
+                    lease: record.lease,
                     memory_padding: record.memory_padding.unwrap_or(0),
                 };
                 let hardware = record.hardware.into();
@@ -486,6 +490,7 @@ impl Record {
             panic: live.panics.now.as_ref().map(StoredPanicNow::from),
             received: live.received,
             handed_over: live.handed_over,
+            lease: live.lease,
             memory_padding: (live.memory_padding > 0).then_some(live.memory_padding),
         })
     }

@@ -6,6 +6,8 @@
 //! A host that receives a running VM takes the lease before the guest runs there. A host that has handed the guest over lets it
 //! go on only if the lease is as it was then: otherwise the guest has run elsewhere, and its memory no longer belongs to the
 //! disks. The lock of each image keeps two processes from one disk at a time; the lease keeps a stale guest from it afterwards.
+//! A host that gets a VM from one that does not answer ([`crate::storage::fence`]) takes it, too: a host that starts another filter for a guest
+//! of its own checks that the lease is none that was taken since.
 //! The file is beside the VM's first disk. A VM without disks has none, and nothing that could be harmed.
 
 use std::path::{Path, PathBuf};
@@ -52,6 +54,24 @@ pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
 /// As [`read`].
 pub fn generation_at(home: &Home) -> Result<u64, Problem> {
     read_at(&home.lease())
+}
+
+/// Checks that a guest has not run elsewhere since it began to run here, when the lease was of this generation; none where that is not known.
+/// Asked with the locks of the images: who takes these after that takes them from the process that has asked. Blocks.
+///
+/// # Errors
+/// `conflict` where it has; those of [`read`].
+pub fn check(spec: &VmSpec, began: Option<u64>) -> Result<(), Problem> {
+    let Some(began) = began else { return Ok(()) };
+    // An earlier one is that of the datastore that the first disk has been moved to.
+    if read(spec)? <= began {
+        return Ok(());
+    }
+    let what = format!(
+        "VM '{}' has been given to another host since its guest began to run here, and what this one remembers no longer belongs to its disks",
+        spec.name
+    );
+    Err(Problem::new(ErrorCode::Conflict, what))
 }
 
 fn read_at(path: &Path) -> Result<u64, Problem> {
@@ -114,6 +134,10 @@ mod tests {
             take(&spec, generation).unwrap();
             assert_eq!(read(&spec).unwrap(), generation);
         }
+        for began in [None, Some(5), Some(6)] {
+            check(&spec, began).unwrap();
+        }
+        assert_eq!(check(&spec, Some(4)).unwrap_err().code, ErrorCode::Conflict);
         assert_eq!(take(&spec, 4).unwrap_err().code, ErrorCode::Conflict);
         assert_eq!(read(&spec).unwrap(), 5);
         std::fs::write(path(&spec).unwrap().unwrap(), "{").unwrap();

@@ -603,8 +603,14 @@ fn plan(
         return Err(internal("the source sends another VM"));
     }
     let spec = suspend::same_machine(vm, record.spec)?;
-    let live =
-        Live { nics: Vec::new(), received: Some(generation), handed_over: None, ..record.live };
+    let live = Live {
+        nics: Vec::new(),
+        received: Some(generation),
+        handed_over: None,
+        // It is taken before the guest runs here.
+        lease: Some(generation),
+        ..record.live
+    };
     let facts = |disk: &DiskSpec| -> Result<DiskFacts, Problem> {
         disk.facts.clone().ok_or_else(|| {
             let what = format!("its disk '{}' is not made", disk.name);

@@ -28,6 +28,7 @@ use crate::process::users::Slot;
 use crate::storage::builder::is_preallocated;
 use crate::storage::home::Home;
 use crate::storage::layers;
+use crate::storage::lease;
 use crate::storage::mirror::{self, GuestDisk};
 use crate::storage::placeholder;
 
@@ -96,6 +97,8 @@ pub async fn filter(
     let (to_open, run, bitmaps) = (plan.clone(), directory.clone(), shared.bitmaps.clone());
     let open = move || {
         let opened = open_disks(&to_open)?;
+        // Of a guest that runs already: its filter has died.
+        lease::check(&to_open.spec, to_open.live.lease)?;
         let bitmaps = open_bitmaps(&bitmaps, &run, &to_open, &opened)?;
         Ok::<_, Problem>((opened, bitmaps))
     };

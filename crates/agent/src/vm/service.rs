@@ -139,7 +139,7 @@ async fn serve_again(
 pub enum NotServed {
     /// Another attempt may succeed.
     MayRetry(Problem),
-    /// QEMU takes no other filter for a disk (docs/decisions/020).
+    /// QEMU takes no other filter for a disk (docs/decisions/020), or another host has got the VM.
     RefusedForGood(Problem),
 }
 
@@ -165,7 +165,12 @@ pub async fn serve_once(
     slot: &Slot,
     qmp: &Qmp,
 ) -> Result<Process, NotServed> {
-    let (filter, _) = serve::filter(shared, directory, &plan, slot, None).await?;
+    let served = serve::filter(shared, directory, &plan, slot, None).await;
+    let (filter, _) = served.map_err(|problem| match problem.code {
+        // Its guest has run elsewhere.
+        ErrorCode::Conflict => NotServed::RefusedForGood(problem),
+        _ => problem.into(),
+    })?;
     connected(directory, &plan, filter, qmp).await
 }
 

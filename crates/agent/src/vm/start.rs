@@ -50,6 +50,7 @@ use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record};
 use crate::process::users::Slot;
+use crate::storage::lease;
 use crate::storage::medium;
 use crate::timed;
 
@@ -96,6 +97,11 @@ pub async fn boot(
     // A memory that was saved, or comes from another host, is that of a machine that is there already.
     if matches!(plan.memory, Memory::New) {
         live.memory_padding = qemu::memory_padding(&plan.spec, shared.accelerator.kind);
+    }
+    if !matches!(plan.memory, Memory::Arriving(_)) {
+        let leased = plan.clone();
+        let read = spawn_blocking(move || lease::read(&leased.spec));
+        live.lease = Some(read.await.map_err(internal)??);
     }
     let phase = match plan.memory {
         Memory::Arriving(_) => Phase::Receiving,

@@ -88,7 +88,7 @@ impl Owner {
         let State::Running(running) = &mut self.state else {
             return Err(internal("a VM that runs has no processes"));
         };
-        let live = running.live.clone();
+        let live = running.live.without_lease();
         let record = Record { boot: String::new(), spec: vm, slot: 0, phase: Phase::Running, live };
         running.sending = Some(Sending::begin(ToSend {
             session,

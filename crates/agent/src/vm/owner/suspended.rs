@@ -50,7 +50,7 @@ impl Owner {
             spec,
             slot: 0,
             phase: Phase::Running,
-            live: running.live.clone(),
+            live: running.live.without_lease(),
         };
         let qmp = running.qmp.clone();
         let generation = generation.unwrap_or(NOT_COUNTED);
