@@ -707,6 +707,19 @@ pub struct MigrateVm {
     pub compress: bool,
 }
 
+/// Gives a VM whose host does not answer to another host that has all of its disks, which are on pools of Ceph.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct EvacuateVm {
+    /// The host, by name or id; none means the one with the most free memory of those that can take it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Leaves it off there; otherwise it is started if it ran when its host was last heard.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_start: bool,
+}
+
 /// Gives a VM that is off another KEK; or, with `deep`, the disks of a VM new data keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

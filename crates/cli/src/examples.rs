@@ -39,6 +39,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal host drain host1 --stop-others --no-wait",
     ),
     (
+        "vmseal-host-evacuate",
+        "See first where each VM would go, and which ones cannot:",
+        "vmseal host evacuate host1 --dry-run",
+    ),
+    (
         "vmseal-vm-set",
         "Shut it down when its host is emptied:",
         "vmseal vm set web1 --on-drain stop",

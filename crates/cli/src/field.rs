@@ -288,6 +288,7 @@ mod tests {
         ("hardware.tpm", CREATE, "--tpm"),
         ("host", "vmseal datastore add d --host h --path /p", "--host"),
         ("host", "vmseal vm migrate web h", "HOST"),
+        ("host", "vmseal vm evacuate web --host h", "--host"),
         ("in_place", "vmseal vm recrypt web --deep --in-place", "--in-place"),
         ("kmip.servers", KMS, "--kms"),
         ("kmip.servers[0].host", KMS, "--kms (the 1st, host)"),

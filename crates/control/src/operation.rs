@@ -447,6 +447,17 @@ pub enum Operation {
         /// The host that it goes to.
         to: HostId,
     },
+    /// Gives a VM to another host, which has its pools, from one that does not answer.
+    EvacuateVm {
+        /// The VM.
+        vm: VmId,
+        /// Its host.
+        from: HostId,
+        /// The host that it goes to.
+        to: HostId,
+        /// Whether it is started there.
+        starts: bool,
+    },
     /// Removes a VM that is off and marked as being deleted.
     DeleteVm {
         /// The VM.
@@ -515,6 +526,7 @@ impl Operation {
                 "vm.migrate"
             }
             Self::ReceiveVm { .. } => "vm.arrive",
+            Self::EvacuateVm { .. } => "vm.evacuate",
             Self::DeleteVm { .. } => "vm.delete",
             Self::AdoptVm { .. } => "vm.adopt",
             Self::Unreadable { kind, .. } => kind,
@@ -561,6 +573,7 @@ impl Operation {
             | Self::MigrateAway { vm, .. }
             | Self::ReceiveVm { vm, .. }
             | Self::ChangeHost { vm, .. }
+            | Self::EvacuateVm { vm, .. }
             | Self::DeleteVm { vm, .. }
             | Self::AdoptVm { vm, .. } => Some(*vm),
             Self::Unreadable { vm, .. } => *vm,
@@ -691,7 +704,9 @@ impl Operation {
             | Self::StartVm { vm, .. }
             | Self::AutostartVm { vm } => Some(Placed::WhereItIs(*vm)),
             Self::AdoptVm { definition, .. } => Some(Placed::On(definition.host)),
-            Self::MigrateVm { to, .. } | Self::ChangeHost { to, .. } => Some(Placed::On(*to)),
+            Self::MigrateVm { to, .. }
+            | Self::ChangeHost { to, .. }
+            | Self::EvacuateVm { to, .. } => Some(Placed::On(*to)),
             Self::ReceiveVm { host, .. } => Some(Placed::On(*host)),
             _ => None,
         }

@@ -54,6 +54,25 @@ pub enum Host {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Give the VMs of a host that is down to others, one after the other, and start those that ran, as `vm evacuate` does. Those that
+    /// cannot be evacuated stay, such as VMs with disks on directories. A host that answers is emptied with `host drain`
+    Evacuate {
+        /// The host's name or id
+        name: String,
+        /// The host that gets them, by name or id [default: for each the one with the most free memory that can take it]
+        #[arg(long, value_name = "NAME")]
+        to: Option<String>,
+        /// Leave them off there: otherwise each is started that ran when the host was last heard
+        #[arg(long)]
+        no_start: bool,
+        /// Do not ask
+        #[arg(short, long)]
+        yes: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Have VMs created and started on a host again, and moved to it. Those that were moved or stopped stay so
     Undrain {
         /// The host's name or id

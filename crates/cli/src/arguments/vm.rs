@@ -348,6 +348,32 @@ pub enum Vm {
         #[command(flatten)]
         wait: Wait,
     },
+    /// Give a VM to another host while its host is down, and start it there
+    ///
+    /// All of its disks must be on pools of Ceph that the other host has, too (`vmseal datastore share`), and its host must not have
+    /// answered for a minute. Whether the guest runs there nobody knows: the cluster takes no writes of that host any more for these
+    /// disks, and ends what it has under way. What the guest had not flushed is lost, as at a power cut. When the host answers again,
+    /// its agent ends the guest and forgets the VM; nothing in the pool is touched.
+    ///
+    /// Snapshots and saved memory come along. A host that answers is emptied with `vmseal host drain`.
+    Evacuate {
+        /// Its name or id
+        #[arg(value_name = "VM")]
+        name: String,
+        /// The host, by name or id [default: the one with the most free memory that can take it]
+        #[arg(long, value_name = "NAME")]
+        host: Option<String>,
+        /// Leave it off there: otherwise it is started if it ran when its host was last heard
+        #[arg(long)]
+        no_start: bool,
+        /// Do not ask
+        #[arg(short, long)]
+        yes: bool,
+        #[command(flatten)]
+        dry_run: DryRun,
+        #[command(flatten)]
+        wait: Wait,
+    },
     /// Give a VM a new key, or encrypt its data again (--deep); it may run
     ///
     /// The keys of its disks, core dumps and saved memory are wrapped with the new key; their data is not rewritten. The old key is destroyed: older

@@ -3,10 +3,10 @@
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, JoinToken};
-use vmseal_api::request::{ChangeHost, DrainHost, UndrainHost};
+use vmseal_api::request::{ChangeHost, DrainHost, EvacuateVm, UndrainHost};
 use vmseal_api::usage::HostRoom;
 
-use super::{drain, list, log_level};
+use super::{drain, evacuate, list, log_level};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan};
 use crate::rows::column::Cell;
@@ -56,6 +56,10 @@ pub async fn run(
                 return print::one(output, &begun, &details(&begun));
             }
             drain::wait(server, output, begun, wait.timeout).await
+        }
+        arguments::Host::Evacuate { name, to, no_start, yes, dry_run, wait } => {
+            let request = EvacuateVm { host: to, no_start };
+            evacuate::host(server, output, &name, &request, yes, &dry_run, &wait).await
         }
         arguments::Host::Undrain { name, cancel, dry_run } => {
             let (path, request) = (format!("hosts/{name}/undrain"), UndrainHost { cancel });

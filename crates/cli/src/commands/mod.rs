@@ -14,6 +14,7 @@ mod disk;
 mod doctor;
 mod drain;
 mod dump;
+mod evacuate;
 mod events;
 mod expose;
 mod follow;

@@ -7,11 +7,11 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RebootVm, RecryptVm, ResumeVm,
-    SetVm, StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, EvacuateVm, MigrateVm, MoveVm, RebootVm, RecryptVm,
+    ResumeVm, SetVm, StartVm, StopVm,
 };
 
-use super::{cdrom, console, guest, import, launch, list, mirror, ssh, task, top, vnc};
+use super::{cdrom, console, evacuate, guest, import, launch, list, mirror, ssh, task, top, vnc};
 use crate::arguments::{self, DryRun, OnOff, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::print::{self, plan};
@@ -203,6 +203,10 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                 return task::begin_and_watch(server, output, &path, &request, wait.timeout).await;
             }
             task::begin(server, output, &path, &request, &dry_run, &wait).await
+        }
+        arguments::Vm::Evacuate { name, host, no_start, yes, dry_run, wait } => {
+            let request = EvacuateVm { host, no_start };
+            evacuate::vm(server, output, &name, &request, yes, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { vms, provider, deep, in_place, disks, rate, dry_run, wait } => {
             let request = RecryptVm { provider, deep, rate, in_place, disks };

@@ -5,6 +5,7 @@ pub mod connector;
 #[cfg(test)]
 mod connector_tests;
 mod datastores;
+mod evacuated;
 pub mod join;
 mod key_delivery;
 pub mod keys;
@@ -20,7 +21,7 @@ mod tests;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, OwnedMutexGuard, watch};
 use tokio::task::JoinHandle;
@@ -55,11 +56,24 @@ pub struct HostView {
     pub description: Option<Arc<HostDescription>>,
     /// Its state; the last known one while it does not answer. Shared, as it grows with the number of VMs.
     pub state: Option<Arc<HostState>>,
+    /// Since when it does not answer, as far as this run of the server knows; none while it does.
+    pub silent_since: Option<Instant>,
 }
 
 impl HostView {
-    const NOTHING: Self =
-        Self { connection: Connection::Disconnected, description: None, state: None };
+    const NOTHING: Self = Self {
+        connection: Connection::Disconnected,
+        description: None,
+        state: None,
+        silent_since: None,
+    };
+
+    /// For how long it has not answered; none of one that answers.
+    #[must_use]
+    pub fn silence(&self) -> Option<Duration> {
+        let silent = self.connection == Connection::Disconnected;
+        silent.then(|| self.silent_since.map_or(Duration::ZERO, |since| since.elapsed()))
+    }
 
     /// Whether its agent has a feature.
     #[must_use]
@@ -141,7 +155,8 @@ impl Hosts {
     /// The connector's.
     pub fn add(&self, host: &Host) -> Result<(), Problem> {
         let agent = self.connector.connect(host)?;
-        let (view, seen) = watch::channel(HostView::NOTHING);
+        let silent_since = Some(Instant::now());
+        let (view, seen) = watch::channel(HostView { silent_since, ..HostView::NOTHING });
         let wake = Arc::new(Notify::new());
         let monitor = Monitor::new(
             host,

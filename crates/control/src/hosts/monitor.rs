@@ -21,7 +21,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use tokio::sync::{Notify, watch};
@@ -36,6 +36,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
 
 use super::alarms;
+use super::evacuated;
 use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
 use super::left;
@@ -47,6 +48,7 @@ use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::setup::expiry;
 use crate::store::changes::Kinds;
+use crate::store::evacuations;
 use crate::store::events::NewEvent;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -136,6 +138,9 @@ impl Monitor {
         let lost = self.view.send_if_modified(|view| {
             let changed = view.connection == Connection::Connected;
             view.connection = Connection::Disconnected;
+            if changed {
+                view.silent_since = Some(Instant::now());
+            }
             changed
         });
         if lost {
@@ -309,14 +314,20 @@ impl Monitor {
                 Err(problem) => self.deliveries.failed(vm, problem),
             }
         }
+        // Read after the state: what is in it and was forgotten since has no row any more.
+        let taken_away = evacuations::of_host(&mut *self.store.read().await?, self.id).await?;
         for seen in &state.vms {
             let is_here = vms.iter().any(|vm| vm.id == seen.vm);
-            if left::may_be(seen, is_here) {
+            if !is_here && taken_away.contains(&seen.vm) {
+                let (store, agent) = (&self.store, &*self.agent);
+                evacuated::end(store, agent, &self.locks, (&self.name, self.id, seen)).await?;
+            } else if left::may_be(seen, is_here) {
                 let (store, agent) = (&self.store, &*self.agent);
                 left::deal_with(store, agent, &self.locks, (self.id, seen)).await?;
             }
         }
-        Ok(())
+        let gone = taken_away.into_iter().filter(|vm| seen(*vm).is_none()).collect();
+        Ok(evacuated::forget(&self.store, self.id, gone).await?)
     }
 
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.
@@ -409,6 +420,7 @@ impl Monitor {
             connection: Connection::Connected,
             description: Some(Arc::new(description.clone())),
             state: Some(Arc::new(state.clone())),
+            silent_since: None,
         });
         if before.connection == Connection::Disconnected
             || before.state.as_deref().map(HostState::known) != Some(state.known())

@@ -17,6 +17,7 @@ use vmseal_api::size::Size;
 
 mod at_rest;
 mod copies;
+pub mod evacuate;
 mod kept;
 mod remote;
 
@@ -147,8 +148,8 @@ fn may_run(vm: &Vm, problem: Problem) -> Problem {
         return problem;
     }
     let detail = format!(
-        "VM '{}' may run on its host '{}', which does not answer: it is not moved until that host answers. {}",
-        vm.name, vm.host_name, problem.detail
+        "VM '{}' may run on its host '{}', which does not answer: it is not moved until that host answers. If the host is down, evacuate it, where its disks are on pools that another host has, too (vmseal vm evacuate {}). {}",
+        vm.name, vm.host_name, vm.name, problem.detail
     );
     Problem { detail, ..problem }
 }
@@ -186,6 +187,12 @@ impl Promised {
             match task.operation {
                 Operation::MigrateVm { vm, to, .. } => {
                     if let Some(vm) = vms::get(from, vm).await?.filter(|vm| vm.host != to) {
+                        this.add(to, vm.memory);
+                    }
+                }
+                Operation::EvacuateVm { vm, to, starts: true, .. } => {
+                    // It is there from early on, and not started yet.
+                    if let Some(vm) = vms::get(from, vm).await? {
                         this.add(to, vm.memory);
                     }
                 }

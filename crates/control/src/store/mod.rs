@@ -12,6 +12,7 @@ pub mod datastores;
 pub mod disks;
 pub mod drains;
 pub mod dumps;
+pub mod evacuations;
 pub mod events;
 pub mod exposures;
 pub mod hosts;

@@ -169,7 +169,7 @@ async fn record(run: &Run<'_>, vm: &Vm, to: HostId, checked: Checked) -> Result<
 }
 
 /// Refuses a host that no longer has all that the VM is on. The VM's disks are found only where its host has their datastores.
-async fn require_datastores(
+pub(super) async fn require_datastores(
     write: &mut Write<'_>,
     vm: &Vm,
     host: &store_hosts::Host,
@@ -206,7 +206,7 @@ async fn take_back(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 /// Has the other host know the VM. What its key still needs is the host's monitor's.
-async fn arrive(run: &Run<'_>) -> Result<(), StepError> {
+pub(super) async fn arrive(run: &Run<'_>) -> Result<(), StepError> {
     register(run).await?;
     let vm = run.vm().await?;
     {

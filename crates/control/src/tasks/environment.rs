@@ -109,8 +109,9 @@ impl Environment {
             _ => "task.failed",
         };
         self.save(task, Some((kind, vm))).await;
-        if let Operation::MigrateVm { from, to, .. } | Operation::ChangeHost { from, to, .. } =
-            task.operation
+        if let Operation::MigrateVm { from, to, .. }
+        | Operation::ChangeHost { from, to, .. }
+        | Operation::EvacuateVm { from, to, .. } = task.operation
         {
             // What it may have left is theirs from here on.
             self.context.hosts.look_again(from);

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `steps` | the steps of each operation ([`crate::operation`]), and the position of a task |
 //! | `step` | the definition of a step: name, do, undo, what it waits for |
-//! | `create_vm`, `clone_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `migrate_vm`, `change_host`, `receive_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
+//! | `create_vm`, `clone_vm`, `start_vm`, `stop_vm`, `suspend_vm`, `reboot_vm`, `recrypt_vm`, `mirror_vm`, `migrate_vm`, `change_host`, `evacuate_vm`, `receive_vm`, `delete_vm`, `add_disk`, `remove_disk`, `grow_disk`, `export_disk`, `change_nics` | the steps of each operation |
 //! | `temporary_snapshot` | snapshots that a task takes for itself, and drops |
 //! | [`autostart`] | starts VMs after their hosts have rebooted |
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
@@ -28,6 +28,7 @@ mod delete_vm;
 mod dumps;
 pub mod engine;
 mod environment;
+mod evacuate_vm;
 mod export_disk;
 mod grow_disk;
 mod held_steps;

@@ -66,6 +66,8 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
         Operation::MigrateAway { .. } => migrate_vm::away::STEPS,
         Operation::ReceiveVm { .. } => receive_vm::STEPS,
         Operation::ChangeHost { .. } => change_host::STEPS,
+        Operation::EvacuateVm { starts: true, .. } => evacuate_vm::STEPS,
+        Operation::EvacuateVm { starts: false, .. } => evacuate_vm::AT_REST,
         Operation::DeleteVm { .. } => delete_vm::STEPS,
         Operation::AdoptVm { .. } => adopt_vm::STEPS,
         Operation::Unreadable { .. } => &[],
@@ -88,6 +90,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::MigrateVm { .. } => migrate_vm::unfinished(target, cause),
         Operation::MigrateAway { .. } => migrate_vm::away::unfinished(target, cause),
         Operation::ChangeHost { .. } => change_host::unfinished(target, cause),
+        Operation::EvacuateVm { .. } => evacuate_vm::unfinished(target, cause),
         Operation::TakeSnapshot { .. }
         | Operation::RevertSnapshot { .. }
         | Operation::DeleteSnapshot { .. } => snapshots::unfinished(operation, target, cause),

@@ -8,8 +8,8 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use vmseal_api::model::{self, Page, Plan, Vm};
 use vmseal_api::request::{
-    CloneVm, CreateVm, DecryptVm, EncryptVm, MigrateVm, MoveVm, RecryptVm, ResumeVm, SetVm,
-    StartVm, StopVm,
+    CloneVm, CreateVm, DecryptVm, EncryptVm, EvacuateVm, MigrateVm, MoveVm, RecryptVm, ResumeVm,
+    SetVm, StartVm, StopVm,
 };
 use vmseal_control::services::{self, PageRequest, Services};
 
@@ -244,6 +244,24 @@ pub(super) async fn migrate(
     let begun =
         services::migrate::migrate(&control, &caller, &name, request, query.dry_run).await?;
     Ok(Answer(begun.map(Accepted)))
+}
+
+/// Gives a VM whose host does not answer to another host, which has the pools of Ceph that all of its disks are on. The cluster takes nothing of
+/// the former host for these disks from then on: what the guest had not flushed is lost, and a guest that runs there is ended when that host
+/// answers again. It is started at the other host if it ran.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/evacuate", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    request_body = Option<EvacuateVm>, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]
+pub(super) async fn evacuate(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(request): OptionalJson<EvacuateVm>,
+) -> Result<Answer<Accepted>, ProblemResponse> {
+    let begun =
+        services::migrate::evacuate::evacuate(&control, &caller, &name, request, query.dry_run);
+    Ok(Answer(begun.await?.map(Accepted)))
 }
 
 /// Gives a VM that is off another key-encryption key, of its provider or another one, and destroys the old one. The

@@ -173,6 +173,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("POST", "/api/v1/vms/{vm}/decrypt", Decrypt, ""),
         ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),
         ("POST", "/api/v1/vms/{vm}/migrate", VmConfigure, ""),
+        ("POST", "/api/v1/vms/{vm}/evacuate", VmConfigure, ""),
         ("POST", "/api/v1/vms/{vm}/move", VmConfigure, r#"{"datastore": "?"}"#),
         ("GET", "/api/v1/vms/{vm}/console", VmConsole, ""),
         ("POST", "/api/v1/vms/{vm}/nics", VmConfigure, r#"{"backend": {"kind": "user"}}"#),

@@ -100,7 +100,9 @@ async fn stays_as_it_is(run: &Run<'_>, vm: VmId) -> Result<(), StepError> {
     let is = match task.operation {
         Operation::RestoreBackup { .. } | Operation::RestoreDeletedVm { .. } => "restored",
         Operation::AdoptVm { .. } => "adopted",
-        Operation::MigrateVm { .. } | Operation::ChangeHost { .. } => "moved to another host",
+        Operation::MigrateVm { .. }
+        | Operation::ChangeHost { .. }
+        | Operation::EvacuateVm { .. } => "moved to another host",
         // It may stay after all.
         Operation::RemoveDisk { .. } => "deprived of a disk",
         _ => return Ok(()),

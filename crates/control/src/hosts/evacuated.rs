@@ -1,0 +1,82 @@
+//! VMs that were given to other hosts while their host did not answer: when it answers again, it ends and forgets them.
+//!
+//! | on this host the VM | what is done |
+//! |---|---|
+//! | runs, or is anything but off | its power is cut: what it still writes the cluster has refused since, and its guest goes on elsewhere |
+//! | is off, or suspended | it is unregistered |
+//! | is not known any more | its row is removed |
+//!
+//! This holds for VMs that the inventory says were evacuated, and for no others.
+
+use vmseal_api::host::{HostAgent, Power, PowerOff, VmState};
+use vmseal_api::id::{HostId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::is_silence;
+use crate::locks::Locks;
+use crate::store::events::NewEvent;
+use crate::store::{Store, StoreError, evacuations, placements, vms};
+
+/// Has a host end and forget a VM that was evacuated from it, whatever task has the VM elsewhere.
+///
+/// # Errors
+/// The host does not answer, or the inventory's.
+pub(super) async fn end(
+    store: &Store,
+    agent: &dyn HostAgent,
+    locks: &Locks<VmId>,
+    (name, host, seen): (&str, HostId, &VmState),
+) -> Result<(), Problem> {
+    let _unchanged = locks.lock(seen.vm).await;
+    let mut read = store.read().await?;
+    // It may have come back meanwhile.
+    if placements::owner(&mut read, seen.vm).await? == Some(host)
+        || !evacuations::of_host(&mut read, host).await?.contains(&seen.vm)
+    {
+        return Ok(());
+    }
+    let vm = vms::get(&mut read, seen.vm).await?;
+    drop(read);
+    match forget_at(agent, seen).await {
+        Err(problem) if is_silence(&problem) => return Err(problem),
+        Err(problem) => {
+            tracing::warn!(vm = %seen.vm, host = name, %problem, "what is left of a VM that was evacuated stays");
+            return Ok(());
+        }
+        Ok(()) => {}
+    }
+    let mut write = store.write().await?;
+    evacuations::remove(&mut write, seen.vm, host).await?;
+    let target = vm.as_ref().map_or_else(|| seen.vm.to_string(), |vm| vm.name.clone());
+    let now = vm.map_or_else(String::new, |vm| format!("; it is on host '{}'", vm.host_name));
+    let detail = format!("by host '{name}', which answers again{now}");
+    let (kind, actor) = ("vm.forgotten", crate::SELF);
+    write.event(NewEvent { kind, actor, target: &target, detail: &detail }).await?;
+    Ok(write.commit().await?)
+}
+
+async fn forget_at(agent: &dyn HostAgent, seen: &VmState) -> Result<(), Problem> {
+    let known = |answer: Result<(), Problem>| match answer {
+        Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+        other => other,
+    };
+    if !matches!(seen.power, Power::Off | Power::Suspended) {
+        known(agent.power_off(seen.vm, PowerOff::Force).await)?;
+    }
+    known(agent.unregister_vm(seen.vm).await)
+}
+
+/// A host that answers has nothing of these VMs.
+///
+/// # Errors
+/// [`StoreError`].
+pub(super) async fn forget(store: &Store, host: HostId, vms: Vec<VmId>) -> Result<(), StoreError> {
+    if vms.is_empty() {
+        return Ok(());
+    }
+    let mut write = store.write().await?;
+    for vm in vms {
+        evacuations::remove(&mut write, vm, host).await?;
+    }
+    write.commit().await
+}

@@ -1,0 +1,44 @@
+//! VMs that were given to other hosts while their host did not answer: when it does, it is to end and forget them. Nobody ends a guest for
+//! any other difference between a host and the inventory, which may be an older copy.
+
+use sqlx::SqliteConnection;
+use vmseal_api::id::{HostId, VmId};
+
+use super::{StoreError, parse};
+
+/// Records that a host is to end and forget a VM. `generation` is that of the placement which took it away.
+pub async fn insert(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    host: HostId,
+    generation: u64,
+) -> Result<(), StoreError> {
+    remove(to, vm, host).await?;
+    sqlx::query("INSERT INTO evacuations (host_id, vm_id, generation) VALUES ($1, $2, $3)")
+        .bind(host.to_string())
+        .bind(vm.to_string())
+        .bind(i64::try_from(generation).unwrap_or(i64::MAX))
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// The VMs that a host is to end and forget.
+pub async fn of_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<VmId>, StoreError> {
+    let vms: Vec<String> =
+        sqlx::query_scalar("SELECT vm_id FROM evacuations WHERE host_id = $1 ORDER BY vm_id")
+            .bind(host.to_string())
+            .fetch_all(from)
+            .await?;
+    vms.iter().map(|vm| parse(vm, "a VM's id")).collect()
+}
+
+/// Records that a host has nothing of a VM any more, or is to have it.
+pub async fn remove(to: &mut SqliteConnection, vm: VmId, host: HostId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM evacuations WHERE host_id = $1 AND vm_id = $2")
+        .bind(host.to_string())
+        .bind(vm.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
