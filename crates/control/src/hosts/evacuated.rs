@@ -35,7 +35,6 @@ pub(super) async fn end(
     {
         return Ok(());
     }
-    let vm = vms::get(&mut read, seen.vm).await?;
     drop(read);
     match forget_at(agent, seen).await {
         Err(problem) if is_silence(&problem) => return Err(problem),
@@ -45,14 +44,7 @@ pub(super) async fn end(
         }
         Ok(()) => {}
     }
-    let mut write = store.write().await?;
-    evacuations::remove(&mut write, seen.vm, host).await?;
-    let target = vm.as_ref().map_or_else(|| seen.vm.to_string(), |vm| vm.name.clone());
-    let now = vm.map_or_else(String::new, |vm| format!("; it is on host '{}'", vm.host_name));
-    let detail = format!("by host '{name}', which answers again{now}");
-    let (kind, actor) = ("vm.forgotten", crate::SELF);
-    write.event(NewEvent { kind, actor, target: &target, detail: &detail }).await?;
-    Ok(write.commit().await?)
+    Ok(forgotten(store, (name, host), seen.vm).await?)
 }
 
 async fn forget_at(agent: &dyn HostAgent, seen: &VmState) -> Result<(), Problem> {
@@ -70,13 +62,33 @@ async fn forget_at(agent: &dyn HostAgent, seen: &VmState) -> Result<(), Problem>
 ///
 /// # Errors
 /// [`StoreError`].
-pub(super) async fn forget(store: &Store, host: HostId, vms: Vec<VmId>) -> Result<(), StoreError> {
-    if vms.is_empty() {
+pub(super) async fn forget(
+    store: &Store,
+    host: (&str, HostId),
+    vms: Vec<VmId>,
+) -> Result<(), StoreError> {
+    for vm in vms {
+        forgotten(store, host, vm).await?;
+    }
+    Ok(())
+}
+
+/// Records, and tells, that a host has nothing of a VM any more.
+async fn forgotten(
+    store: &Store,
+    (name, host): (&str, HostId),
+    vm: VmId,
+) -> Result<(), StoreError> {
+    let mut write = store.write().await?;
+    if !evacuations::of_host(&mut write, host).await?.contains(&vm) {
         return Ok(());
     }
-    let mut write = store.write().await?;
-    for vm in vms {
-        evacuations::remove(&mut write, vm, host).await?;
-    }
+    evacuations::remove(&mut write, vm, host).await?;
+    let known = vms::get(&mut write, vm).await?;
+    let target = known.as_ref().map_or_else(|| vm.to_string(), |vm| vm.name.clone());
+    let now = known.map_or_else(String::new, |vm| format!("; it is on host '{}'", vm.host_name));
+    let detail = format!("by host '{name}', which answers again{now}");
+    let (kind, actor) = ("vm.forgotten", crate::SELF);
+    write.event(NewEvent { kind, actor, target: &target, detail: &detail }).await?;
     write.commit().await
 }

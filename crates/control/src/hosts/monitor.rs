@@ -327,7 +327,7 @@ impl Monitor {
             }
         }
         let gone = taken_away.into_iter().filter(|vm| seen(*vm).is_none()).collect();
-        Ok(evacuated::forget(&self.store, self.id, gone).await?)
+        Ok(evacuated::forget(&self.store, (&self.name, self.id), gone).await?)
     }
 
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.

@@ -23,6 +23,7 @@ mod clones_elsewhere;
 mod cloud_init;
 mod defects;
 mod dumps;
+mod evacuate;
 mod forced;
 mod held;
 mod limits;
@@ -136,6 +137,7 @@ enum Kind {
     Adopt,
     Migrate(migrate::Disks),
     ChangeHost(change_host::Rest),
+    Evacuate(evacuate::Was),
 }
 
 impl Kind {
@@ -164,6 +166,7 @@ impl Kind {
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
             Self::Migrate(disks) => Some(disks.before(fixture).await),
             Self::ChangeHost(rest) => Some(rest.before(fixture).await),
+            Self::Evacuate(was) => Some(was.before(fixture).await),
         }
     }
 
@@ -194,6 +197,7 @@ impl Kind {
             Self::Backup(what) => what.operation(fixture, vm).await,
             Self::Migrate(disks) => disks.operation(fixture, vm).await,
             Self::ChangeHost(_) => change_host::operation(fixture, vm).await,
+            Self::Evacuate(was) => was.operation(fixture, vm).await,
         };
         (vm, fixture.begin(operation, "web").await)
     }
@@ -220,6 +224,7 @@ impl Kind {
             Self::Adopt => return adopt::steps(),
             Self::Migrate(_) => steps::of(&migrate::any(vm)),
             Self::ChangeHost(_) => steps::of(&change_host::any(vm)),
+            Self::Evacuate(was) => was.steps(),
         };
         steps.iter().map(|step| step.name()).collect()
     }
@@ -232,6 +237,7 @@ impl Kind {
             Self::Recrypt => recrypt::operation(vm),
             Self::Migrate(_) => migrate::any(vm),
             Self::ChangeHost(_) => change_host::any(vm),
+            Self::Evacuate(_) => evacuate::any(vm),
             Self::Mirror(mirror) => return mirror.is_past_commit(step),
             Self::Change(change) => return change.is_past_commit(step),
             Self::Snapshot(what) => return what.is_past_commit(step),
@@ -267,6 +273,7 @@ impl Kind {
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
             Self::Migrate(disks) => disks.assert_done(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_done(fixture, vm, what).await,
+            Self::Evacuate(was) => was.assert_done(fixture, vm, what).await,
         }
     }
 
@@ -291,6 +298,7 @@ impl Kind {
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
             Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_undone(fixture, vm, what).await,
+            Self::Evacuate(was) => was.assert_undone(fixture, vm, what).await,
             // Neither a stop is undone nor what a guest goes on from; the server must show the real state.
             Self::Stop | Self::Suspend | Self::Resume => {
                 let runs = fixture.agent.running().contains(&vm);
@@ -395,6 +403,9 @@ async fn assert_failed_truly(
             if let Kind::ChangeHost(rest) = kind {
                 assert!(problem.detail.contains("is on the other host"), "{what}: {problem}");
                 return rest.assert_done(fixture, vm, what).await;
+            }
+            if let Kind::Evacuate(was) = kind {
+                return was.assert_unfinished(fixture, vm, &problem, what).await;
             }
             assert_eq!(kind, Kind::Delete, "{what}: {problem}");
             assert!(problem.detail.contains("delete it again"), "{what}: {problem}");
