@@ -437,6 +437,13 @@ impl Installation {
         self.server.as_ref().map(Process::id)
     }
 
+    /// The process id of the agent of a host, if it runs.
+    #[must_use]
+    pub fn agent_process(&self, host: &str) -> Option<i32> {
+        let other = self.others.iter().find(|other| other.name == host);
+        other.map_or(&self.agent, |other| &other.agent).as_ref().map(Process::id)
+    }
+
     /// The machine of the first host reboots: all that ran for guests has ended, and its agent finds another boot. It needs root.
     pub fn reboot_host(&mut self) -> anyhow::Result<()> {
         self.kill_agent();

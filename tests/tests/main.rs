@@ -8,6 +8,7 @@ mod ceph;
 mod ceph_channel;
 mod ceph_client;
 mod ceph_datastore;
+mod ceph_evacuation;
 mod ceph_files;
 mod ceph_migration;
 mod changes;

@@ -1,0 +1,181 @@
+//! A host hangs whose VM is on a pool of a real Ceph cluster, and the VM is evacuated to another host. When the first one goes on, nothing of it
+//! can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not.
+
+#![allow(clippy::unwrap_used)] // a test that cannot go on ends
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use vmseal_tests::ceph::is_installed;
+use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
+use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
+use vmseal_tests::eventually;
+use vmseal_tests::shell_guest::{booted, image};
+use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, only_host, other};
+
+const VM: &str = "web";
+
+/// Two hosts that have the pool.
+struct Bench {
+    ceph: CephInstallation,
+    there: std::path::PathBuf,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let options = Options { messenger: "secure", erasure_coded: false, key_at_server: true };
+        let mut ceph = CephInstallation::new(options);
+        let there = ceph.add_host(THERE);
+        Self { ceph, there }
+    }
+
+    /// The processes of a host: the guest's, what serves its disks, and at last the agent.
+    fn processes(&self, host: &str) -> Vec<i32> {
+        let here = &self.ceph.here;
+        let mounted = if host == HERE { &self.ceph.mounted } else { &self.there };
+        let mut all = two_hosts::processes(here, host, QEMU);
+        all.extend(two_hosts::processes(here, host, FILTER));
+        assert_eq!(all.len(), 2, "the guest does not run on {host}");
+        all.push(server_at(mounted).unwrap());
+        all.push(here.agent_process(host).unwrap());
+        all
+    }
+
+    /// A host hangs, and the server has noticed.
+    fn hangs(&self, host: &str) -> Vec<i32> {
+        let all = self.processes(host);
+        // The agent first: it would start another filter.
+        all.iter().rev().for_each(|pid| signal(*pid, Signal::SIGSTOP));
+        eventually("the server has noticed", || {
+            let shown = self.ceph.here.json(&["host", "show", host]).ok()?;
+            (shown["connection"] == "disconnected").then_some(())
+        })
+        .unwrap();
+        all
+    }
+
+    /// The VM may be evacuated, after a while and not before.
+    fn waits_until_it_may_go(&self) {
+        let here = &self.ceph.here;
+        let refused = here.refused(&["vm", "evacuate", VM, "--dry-run"]).unwrap();
+        assert!(refused.contains("an agent that restarts is back soon"), "{refused}");
+        // Without a terminal nobody can be asked.
+        let refused = here.refused(&["vm", "evacuate", VM]).unwrap();
+        assert!(refused.contains("give --yes"), "{refused}");
+        eventually("its host has not answered for long enough", || {
+            here.try_vmseal(&["vm", "evacuate", VM, "--dry-run"])
+                .unwrap()
+                .status
+                .success()
+                .then_some(())
+        })
+        .unwrap();
+    }
+
+    /// The host has ended and forgotten the VM.
+    fn has_forgotten(&self, host: &str) {
+        let here = &self.ceph.here;
+        eventually("the processes of the former host have ended", || {
+            [QEMU, FILTER]
+                .iter()
+                .all(|it| two_hosts::processes(here, host, it).is_empty())
+                .then_some(())
+        })
+        .unwrap();
+        let told = format!("by host '{host}', which answers again");
+        eventually("it is told", || {
+            let events = here.vmseal(&["events", "-c", "kind,detail"]).ok()?;
+            events
+                .lines()
+                .any(|it| it.starts_with("vm.forgotten") && it.contains(&told))
+                .then_some(())
+        })
+        .unwrap();
+    }
+
+    /// The image of the VM's disk, as the cluster has it.
+    fn content(&self) -> Vec<u8> {
+        let mut images = self.ceph.images();
+        images.retain(|image| {
+            let told = self.ceph.cluster.rbd(&["image-meta", "get", image, "vmseal.path"]);
+            String::from_utf8(told.stdout).unwrap().contains(".raw")
+        });
+        assert_eq!(images.len(), 1, "{images:?}");
+        self.ceph.cluster.export(&images[0])
+    }
+}
+
+fn signal(pid: i32, signal: Signal) {
+    kill(Pid::from_raw(pid), signal).unwrap();
+}
+
+#[test]
+fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
+    if !is_installed() {
+        return;
+    }
+    let mut bench = Bench::new();
+    let here = &bench.ceph.here;
+    let from = image().unwrap();
+    let disk = format!("name=system,datastore=ceph,format=raw,image={},size=64MiB", from.display());
+    let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk, "--host", HERE];
+    let card = ["--nic", "user,mac=52:54:0a:00:02:0f", "--memory", "192MiB"];
+    here.vmseal(&[&create[..], &card].concat()).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(here, VM).unwrap();
+    write_marker(&mut console);
+    count(&mut console);
+    drop(console);
+    let refused = here.refused(&["vm", "evacuate", VM, "--dry-run"]).unwrap();
+    assert!(refused.contains("vmseal vm migrate web"), "{refused}");
+
+    let former = bench.hangs(HERE);
+    bench.waits_until_it_may_go();
+    // The only VM of the host, by the command for all of them.
+    let planned = here.vmseal(&["host", "evacuate", HERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("evacuate VM 'web': choose host 'there'"), "{planned}");
+    here.vmseal(&["vm", "evacuate", VM, "--host", THERE, "--yes"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["host"], THERE);
+    let mut console = booted(here, VM).unwrap();
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+    // What the former guest writes at the same place would be found by this one.
+    former.iter().for_each(|pid| signal(*pid, Signal::SIGCONT));
+    bench.has_forgotten(HERE);
+    assert_eq!(only_host(here, VM).unwrap(), THERE);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+    drop(console);
+    stays_off(&mut bench);
+}
+
+/// The VM is evacuated once more, and stays off: nobody has its image open. Its former host goes on while no server is there that could tell it:
+/// what serves its disks ends, and is not started again for a guest that has been given away.
+fn stays_off(bench: &mut Bench) {
+    let former = bench.hangs(THERE);
+    bench.waits_until_it_may_go();
+    let here = &bench.ceph.here;
+    here.vmseal(&["host", "evacuate", THERE, "--no-start", "--yes"]).unwrap();
+    let shown = here.vm(VM).unwrap();
+    assert_eq!((&shown["host"], &shown["power"]), (&HERE.into(), &"off".into()), "{shown}");
+    let content = bench.content();
+    bench.ceph.here.kill_server();
+    former.iter().for_each(|pid| signal(*pid, Signal::SIGCONT));
+    eventually("the guest is ended", || {
+        two_hosts::processes(&bench.ceph.here, THERE, QEMU).is_empty().then_some(())
+    })
+    .unwrap();
+    assert!(bench.content() == content, "the former host has written the image");
+    bench.ceph.here.start_server().unwrap();
+    bench.has_forgotten(other(HERE));
+    let here = &bench.ceph.here;
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(here, VM).unwrap();
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+    stop_counting(&mut console);
+    drop(console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    bench.ceph.is_empty();
+}
