@@ -1,5 +1,5 @@
-//! A host hangs whose VM is on a pool of a real Ceph cluster, and the VM is evacuated to another host. When the first one goes on, nothing of it
-//! can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not.
+//! A host hangs, or is cut off from the server, whose VM is on a pool of a real Ceph cluster, and the VM is evacuated to another host. Nothing of
+//! the first one can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -10,7 +10,7 @@ use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
 use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
 use vmseal_tests::eventually;
 use vmseal_tests::shell_guest::{booted, image};
-use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, only_host, other};
+use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, only_host};
 
 const VM: &str = "web";
 
@@ -40,9 +40,8 @@ impl Bench {
         all
     }
 
-    /// A host hangs, and the server has noticed.
-    fn hangs(&self, host: &str) -> Vec<i32> {
-        let all = self.processes(host);
+    /// The server hears nothing of a host any more, whose processes hang: these, the agent among them.
+    fn hangs(&self, host: &str, all: &[i32]) {
         // The agent first: it would start another filter.
         all.iter().rev().for_each(|pid| signal(*pid, Signal::SIGSTOP));
         eventually("the server has noticed", || {
@@ -50,7 +49,6 @@ impl Bench {
             (shown["connection"] == "disconnected").then_some(())
         })
         .unwrap();
-        all
     }
 
     /// The VM may be evacuated, after a while and not before.
@@ -128,7 +126,8 @@ fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
     let refused = here.refused(&["vm", "evacuate", VM, "--dry-run"]).unwrap();
     assert!(refused.contains("vmseal vm migrate web"), "{refused}");
 
-    let former = bench.hangs(HERE);
+    let former = bench.processes(HERE);
+    bench.hangs(HERE, &former);
     bench.waits_until_it_may_go();
     // The only VM of the host, by the command for all of them.
     let planned = here.vmseal(&["host", "evacuate", HERE, "--dry-run"]).unwrap();
@@ -149,25 +148,34 @@ fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
     stays_off(&mut bench);
 }
 
-/// The VM is evacuated once more, and stays off: nobody has its image open. Its former host goes on while no server is there that could tell it:
-/// what serves its disks ends, and is not started again for a guest that has been given away.
+/// The VM is evacuated once more, and stays off: nobody has its image open. This time the agent alone hangs: its guest writes until the cluster
+/// takes nothing of it any more. The agent goes on while no server is there that could tell it: what serves the guest's disks has ended, and is not
+/// started again for a guest that has been given away.
 fn stays_off(bench: &mut Bench) {
-    let former = bench.hangs(THERE);
+    let former = bench.ceph.here.agent_process(THERE).unwrap();
+    bench.processes(THERE);
+    bench.hangs(THERE, &[former]);
     bench.waits_until_it_may_go();
+    bench.processes(THERE);
     let here = &bench.ceph.here;
     here.vmseal(&["host", "evacuate", THERE, "--no-start", "--yes"]).unwrap();
     let shown = here.vm(VM).unwrap();
-    assert_eq!((&shown["host"], &shown["power"]), (&HERE.into(), &"off".into()), "{shown}");
+    assert_eq!(shown["host"], HERE, "{shown}");
+    assert_eq!(shown["power"], "off", "{shown}");
+    eventually("the filter that was kept from its disks has ended", || {
+        two_hosts::processes(here, THERE, FILTER).is_empty().then_some(())
+    })
+    .unwrap();
     let content = bench.content();
     bench.ceph.here.kill_server();
-    former.iter().for_each(|pid| signal(*pid, Signal::SIGCONT));
+    signal(former, Signal::SIGCONT);
     eventually("the guest is ended", || {
         two_hosts::processes(&bench.ceph.here, THERE, QEMU).is_empty().then_some(())
     })
     .unwrap();
     assert!(bench.content() == content, "the former host has written the image");
     bench.ceph.here.start_server().unwrap();
-    bench.has_forgotten(other(HERE));
+    bench.has_forgotten(THERE);
     let here = &bench.ceph.here;
     here.vmseal(&["vm", "start", VM]).unwrap();
     let mut console = booted(here, VM).unwrap();

@@ -320,14 +320,14 @@ impl Monitor {
             let is_here = vms.iter().any(|vm| vm.id == seen.vm);
             if !is_here && taken_away.contains(&seen.vm) {
                 let (store, agent) = (&self.store, &*self.agent);
-                evacuated::end(store, agent, &self.locks, (&self.name, self.id, seen)).await?;
+                evacuated::end(store, agent, &self.locks, (&*self.name, self.id, seen)).await?;
             } else if left::may_be(seen, is_here) {
                 let (store, agent) = (&self.store, &*self.agent);
                 left::deal_with(store, agent, &self.locks, (self.id, seen)).await?;
             }
         }
         let gone = taken_away.into_iter().filter(|vm| seen(*vm).is_none()).collect();
-        Ok(evacuated::forget(&self.store, (&self.name, self.id), gone).await?)
+        Ok(evacuated::forget(&self.store, (&*self.name, self.id), gone).await?)
     }
 
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.
