@@ -7,8 +7,8 @@ use super::mirror_vm::in_place;
 use super::step::Step;
 use super::{
     add_disk, adopt_vm, backups, change_host, change_nics, clone_vm, create_vm, delete_vm, dumps,
-    export_disk, grow_disk, migrate_vm, mirror_vm, prove_vm, reboot_vm, receive_vm, recrypt_vm,
-    remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
+    evacuate_vm, export_disk, grow_disk, migrate_vm, mirror_vm, prove_vm, reboot_vm, receive_vm,
+    recrypt_vm, remove_disk, snapshots, start_vm, stop_vm, suspend_vm,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
