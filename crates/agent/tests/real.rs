@@ -400,7 +400,8 @@ async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
         drop(dies);
         agent = bench.agent().await;
         let served = |state: &VmState| told(state, NoticeCode::DisksDown).is_none();
-        assert_eq!(wait(&*agent, vm, served).await.power, Power::Running);
+        let state = wait(&*agent, vm, served).await;
+        assert_eq!(state.power, Power::Running, "after {milliseconds} ms: {state:?}");
         assert_eq!(bench.process(vm, "qemu"), qemu);
         assert_ne!(bench.process(vm, "filter"), filter);
     }
