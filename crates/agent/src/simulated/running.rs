@@ -257,7 +257,7 @@ impl Inside {
         self.may_start_filter(vm)?;
         let spec = &self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?.spec;
         let exposed =
-            spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has(*disk));
+            spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has_beside(*disk));
         plugging::check_exposed(spec, exposed)
     }
 

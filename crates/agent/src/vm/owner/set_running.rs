@@ -385,7 +385,8 @@ impl Owner {
         if spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
             return Err(rules::locked(&spec));
         }
-        check_exposed(&spec, self.exposed.keys().copied())?;
+        let beside = self.exposed.iter().filter(|(_, exposed)| exposed.beside);
+        check_exposed(&spec, beside.map(|(disk, _)| *disk))?;
         let Some(running) = self.running() else { return Err(not_there()) };
         if !matches!(running.service, Service::Served(_)) {
             // In a moment it runs: the caller asks again.
