@@ -373,8 +373,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs an exposure of a socket that nobody listens on.
-    fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
+    /// Runs an exposure of a socket that nobody listens on; says whether it was cancelled.
+    fn held() -> (tokio::task::JoinHandle<bool>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
     {
         let (ours, theirs) = duplex(64);
         let (cancel, mut cancelled) = oneshot::channel();
@@ -382,7 +382,8 @@ mod tests {
         let task = tokio::spawn(async move {
             let (socket, connections) = ("/nowhere".into(), &mut connections);
             let mut held = Held { socket, holder: ours, connections };
-            held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
+            let ended = held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
+            matches!(ended, End::Cancelled)
         });
         (task, theirs, cancel, sender)
     }
@@ -391,13 +392,16 @@ mod tests {
     async fn it_ends_with_its_client_or_when_the_client_is_silent_or_when_cancelled() {
         let (task, holder, _cancel, _sender) = held();
         drop(holder);
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         let (task, mut holder, _cancel, _sender) = held();
         holder.write_all(&[LET_GO]).await.unwrap();
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         let (task, _holder, cancel, _sender) = held();
         cancel.send(()).unwrap();
-        task.await.unwrap();
+        assert!(task.await.unwrap(), "its client is not told why");
+        let (task, _holder, cancel, _sender) = held();
+        drop(cancel);
+        assert!(!task.await.unwrap(), "its VM was not stopped");
         let (task, mut holder, _cancel, sender) = held();
         for _ in 0..10 {
             tokio::time::sleep(HOLD_INTERVAL).await;
@@ -408,7 +412,7 @@ mod tests {
         sender.send(connection).await.unwrap();
         assert!(answer.await.unwrap().is_err(), "a refused connection ended the exposure");
         let silent = Instant::now();
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         assert!(silent.elapsed() <= HOLD_TIMEOUT);
     }
 }
