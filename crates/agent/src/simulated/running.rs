@@ -210,6 +210,9 @@ impl Inside {
         if let Some(disk) = difference.gone_disks.iter().find(|it| guest.first_disks.contains(it)) {
             return Err(plugging::stays_plugged(&known, *disk));
         }
+        // What a snapshot keeps of them, too.
+        let gone = difference.gone_disks.iter().copied();
+        plugging::check_exposed(&known, gone.filter(|disk| self.agent.exposed.has(*disk)))?;
         if !(difference.gone_disks.is_empty() && difference.new_disks.is_empty()) {
             self.may_replace_filter(vm)?;
         }
