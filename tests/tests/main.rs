@@ -17,6 +17,7 @@ mod debian;
 mod dumps;
 mod encryption;
 mod expose;
+mod expose_kept;
 mod filter_and_dm_crypt;
 mod filter_and_migration;
 mod filter_program;

@@ -631,6 +631,10 @@ struct ExposeQuery {
     connect: bool,
     #[serde(default)]
     writable: bool,
+    #[serde(default)]
+    snapshot: Option<String>,
+    #[serde(default)]
+    sealed: bool,
 }
 
 async fn expose_disk(
@@ -641,9 +645,10 @@ async fn expose_disk(
 ) -> Answer<Response> {
     let upgrade =
         upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
-    let Query(ExposeQuery { connect, writable }) =
+    let Query(ExposeQuery { connect, writable, snapshot, sealed }) =
         query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
-    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    let snapshot = snapshot.map(|snapshot| id("snapshot", &snapshot)).transpose()?;
+    let what = Exposing::of_query(connect, writable, snapshot, sealed)?;
     let stream = agent.expose_disk(id("vm", &vm)?, id("disk", &disk)?, what).await?;
     let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
     Ok(upgrade.on_upgrade(async move |socket| {

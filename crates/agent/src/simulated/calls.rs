@@ -440,24 +440,31 @@ impl Inside {
         let disk = rules::find_disk(&spec, disk)?;
         let made = known.has_made(disk);
         match what {
-            Exposing::Hold { writable } => {
-                rules::holds_data(&spec, disk)?;
-                let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
-                self.situation(vm)?.may(action, Some(disk))?;
-                if unused.contains(&disk.disk) {
-                    return Err(rules::not_in_guest(&spec, disk));
-                }
-                if power == Power::Off {
-                    rules::check_exposure(&spec, disk, key, made)?;
-                }
-                if writable {
-                    self.forget_bitmaps(vm, disk.disk);
-                }
-                Ok(self.agent.exposed.hold(disk.disk))
-            }
             Exposing::Connect => {
                 let connected = self.agent.exposed.connect(disk.disk);
                 connected.ok_or_else(|| rules::not_exposed(&spec, disk))
+            }
+            held => {
+                rules::holds_data(&spec, disk)?;
+                self.situation(vm)?.may(rules::exposing(held), Some(disk))?;
+                let kept = match held {
+                    Exposing::HoldKept { snapshot, .. } => Some(snapshot),
+                    _ => None,
+                };
+                if kept.is_none() && unused.contains(&disk.disk) {
+                    return Err(rules::not_in_guest(&spec, disk));
+                }
+                let beside = matches!(held, Exposing::Hold { .. });
+                if power == Power::Off || !beside {
+                    rules::check_exposure(&spec, disk, key, made, held)?;
+                }
+                if let Some(snapshot) = kept.filter(|kept| !self.keeps(disk.disk, *kept)) {
+                    return Err(rules::no_snapshot(&spec.name, disk, snapshot));
+                }
+                if held == (Exposing::Hold { writable: true }) {
+                    self.forget_bitmaps(vm, disk.disk);
+                }
+                Ok(self.agent.exposed.hold(disk.disk, beside))
             }
         }
     }

@@ -52,7 +52,7 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
-use super::exposed::ConnectionSender;
+use super::exposed::ExposedDisk;
 use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
@@ -114,7 +114,7 @@ pub struct Owner {
     /// What the TPM kept when the last snapshot was taken that a backup is of.
     kept_tpm: backups::KeptTpm,
     /// The tasks of disks that are exposed, or were: these end by themselves.
-    exposed: BTreeMap<DiskId, ConnectionSender>,
+    exposed: BTreeMap<DiskId, ExposedDisk>,
     /// The errors of disks while they were exposed; kept until the disks are used again.
     exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
@@ -369,7 +369,7 @@ impl Owner {
             Call::Guest(to) => reply!(to, self.guest_agent()),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
             // The task that serves the disk answers, as its filter has to start first.
-            Call::Expose(disk, what, to) => self.expose(disk, what, to),
+            Call::Expose(disk, what, to) => self.expose(disk, what, to).await,
             Call::Bitmaps(disk, change, to) => self.bitmaps(disk, change, to),
             Call::Replica(disk, to) => self.replica(disk, to),
             Call::Unregister(_) => {}
@@ -563,7 +563,7 @@ impl Owner {
         }
         self.troubles.clear();
         self.restarts = Restarts::default();
-        // Their filter is gone.
+        // Their filter is gone, or what a snapshot keeps would keep the guest from starting again.
         for disk in std::mem::take(&mut self.exposed).into_keys() {
             self.workers.cancel(disk).await;
         }

@@ -296,12 +296,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
 
     /// Exposes a disk over NBD to the client that has the stream, or opens a connection to an exposed one. A
     /// disk of a VM that is off is served by its own filter, and the VM does not start meanwhile; a disk in
-    /// use is read beside the guest.
+    /// use is read beside the guest. What a snapshot keeps has a filter of its own in any case: its exposure, too, ends
+    /// when a guest that runs ends, so that it does not keep the guest from starting again.
     ///
     /// # Errors
     /// To hold: `in-use` while it is exposed or exported, and to change it while the VM is not off;
-    /// `locked` without the KEK; `wrong-state` before it is made. To connect: `wrong-state` while it is
-    /// not exposed.
+    /// `locked` without the KEK, where that is needed; `wrong-state` before it is made, and for the ciphertext of
+    /// a disk that a guest has; `not-found` without the snapshot; `invalid-request` for the ciphertext of a disk in the
+    /// clear. To connect: `wrong-state` while it is not exposed.
     async fn expose_disk(
         &self,
         vm: VmId,

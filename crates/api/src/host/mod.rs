@@ -44,7 +44,7 @@
 //! POST   /v1/vms/{vm}/jobs/{task}/cancel   cancel_job
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
 //! POST   /v1/vms/{vm}/disks/{disk}/grow    grow_disk
-//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
+//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B[&snapshot=ID][&sealed=B]  expose_disk (WebSocket, binary frames)
 //! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
 //! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
 //! GET    /v1/vms/{vm}/disks/{disk}/replica replica

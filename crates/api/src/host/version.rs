@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 69] = [
+pub const FEATURES: [&str; 70] = [
     "job-create",
     "job-export",
     NICS,
@@ -94,6 +94,7 @@ pub const FEATURES: [&str; 69] = [
     IMAGE_LAYOUTS,
     GROW_REPLICA,
     BACKUP_SUSPENDED,
+    EXPOSE_KEPT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -175,6 +176,9 @@ pub const REPLICA_SNAPSHOTS: &str = "replica-snapshots";
 
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
+
+/// The feature of agents that expose what a snapshot keeps, and ciphertext.
+pub const EXPOSE_KEPT: &str = "expose-kept";
 
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";

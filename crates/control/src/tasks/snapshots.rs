@@ -308,7 +308,8 @@ async fn check_power(run: &Run<'_>) -> Result<(), StepError> {
 /// Asks the host whether it would drop a snapshot.
 ///
 /// # Errors
-/// `wrong-state`, as linked clones stand on it, or for what the VM does. What else is wrong shows when it is dropped.
+/// `wrong-state`, as linked clones stand on it, or for what the VM does; `in-use`, as a disk is exposed, for one. What else is wrong shows
+/// when it is dropped.
 pub(crate) async fn check_droppable(
     agent: &dyn HostAgent,
     vm: &Vm,
@@ -316,7 +317,8 @@ pub(crate) async fn check_droppable(
 ) -> Result<(), Problem> {
     let job = DropSnapshotJob { snapshot: snapshot.id, disks: snapshot.disks.clone() };
     match agent.examine_job(vm.id, JobSpec::DropSnapshot(job)).await {
-        Err(problem) if problem.code == ErrorCode::WrongState => {
+        // A disk may be exposed for long: the snapshot is not marked as being deleted meanwhile.
+        Err(problem) if matches!(problem.code, ErrorCode::WrongState | ErrorCode::InUse) => {
             let (name, of, why) = (&snapshot.name, &vm.name, &problem.detail);
             let detail = format!("snapshot '{name}' of VM '{of}' cannot be deleted: {why}");
             Err(Problem { detail, ..problem })

@@ -1,12 +1,13 @@
 //! Snapshots that are taken, reverted to and deleted.
 
 use jiff::Timestamp;
+use vmseal_api::host::Exposing;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::SnapshotState;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, snapshots as service};
+use crate::services::{Caller, Outcome, disks, snapshots as service};
 use crate::store::snapshots;
 
 /// What is done with a snapshot.
@@ -226,4 +227,50 @@ async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_b
     let Outcome::Done(task) = begun else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
     assert_eq!(names(&fixture, origin).await.0, ["second"]);
+}
+
+/// What is exposed of a snapshot stays while it is; and only what is of one instant is exposed as ciphertext.
+#[tokio::test]
+async fn a_snapshot_that_is_exposed_is_not_deleted_and_stays_as_it_is() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let first = taken(&fixture, vm, "first").await;
+    let disk = fixture.disks(vm).await[0].name.clone();
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let refused = disks::expose(&services, &me, "web", &disk, Exposing::HoldSealed).await;
+    let refused = refused.err().unwrap();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(refused.detail.contains("vmseal snapshot create web NAME"), "{refused}");
+    let none = Exposing::HoldKept { snapshot: "none", sealed: true };
+    let absent = disks::expose(&services, &me, "web", &disk, none).await.err().unwrap();
+    assert_eq!(absent.code, ErrorCode::NotFound, "{absent}");
+    assert!(fixture.events("disk.exposed").await.is_empty(), "nothing is exposed yet");
+
+    for (sealed, told) in [(false, "IN THE CLEAR"), (true, "still under the VM's key")] {
+        let what = Exposing::HoldKept { snapshot: "first", sealed };
+        let held = disks::expose(&services, &me, "web", &disk, what).await.unwrap();
+        let event = fixture.events("disk.exposed").await.pop().unwrap();
+        assert!(event.detail.contains("at snapshot 'first'"), "{event:?}");
+        assert!(event.detail.contains("read-only") && event.detail.ends_with(told), "{event:?}");
+        for dry_run in [true, false] {
+            let refused = service::delete(&services, &me, "web", "first", dry_run).await;
+            let refused = refused.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InUse, "{refused}");
+            assert!(refused.detail.contains("vmseal disk expose"), "{refused}");
+        }
+        let task = fixture.begin(Operation::DeleteSnapshot { vm, snapshot: first }, "web").await;
+        assert_eq!(fixture.ended(task).await.problem.unwrap().code, ErrorCode::InUse);
+        assert_eq!(rows(&fixture, vm).await[0].state, SnapshotState::Ready, "it is marked");
+        drop(held);
+        fixture
+            .eventually("it is free", async || {
+                service::delete(&services, &me, "web", "first", true).await.ok()
+            })
+            .await;
+    }
+    fixture.made("open", "plain").await;
+    let plain = disks::expose(&services, &me, "open", &disk, Exposing::HoldSealed).await;
+    let plain = plain.err().unwrap();
+    assert_eq!(plain.field.as_deref(), Some("sealed"), "{plain}");
 }
