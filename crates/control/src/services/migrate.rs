@@ -18,13 +18,16 @@ use vmseal_api::size::Size;
 mod at_rest;
 mod copies;
 mod kept;
+mod key;
 mod remote;
 
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
+pub(super) use self::key::require_key_or_wait;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
+use crate::hosts::keys::Purpose;
 use crate::hosts::{definition_with, is_silence};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
@@ -114,6 +117,7 @@ pub async fn migrate(
         }
         None => choose(services, &vm, &disks, &asked, None).await?,
     };
+    key::require(services, &vm, Purpose::Open).await?;
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
     let mut operation = operation(&vm, &fit);

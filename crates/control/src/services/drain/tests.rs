@@ -65,6 +65,16 @@ impl Bench {
     /// The server's process ends, and another begins.
     async fn restart(&mut self) {
         self.fixture.restart(|_| {}).await;
+        self.connect().await;
+    }
+
+    /// The same, and no provider is unlocked.
+    async fn restart_sealed(&mut self) {
+        self.fixture.restart_sealed().await;
+        self.connect().await;
+    }
+
+    async fn connect(&mut self) {
         self.services = Arc::new(self.fixture.services(Recipient::generate().unwrap()));
         self.drainer = Mutex::new(Drainer::new(Arc::clone(&self.services), AT_ONCE));
         let there = self.host("there").await.id;
@@ -303,6 +313,27 @@ async fn a_vm_that_no_host_can_take_stays_until_one_can() {
     assert!(state == DrainState::Stays && why.contains("not enough free memory"), "{why}");
     with_datastore(&bench.fixture, "third").await;
     bench.drained().await;
+}
+
+#[tokio::test]
+async fn a_vm_whose_key_no_provider_gives_stays_until_one_does() {
+    let mut bench = Bench::new().await;
+    let vm = bench.running("web", |_| {}).await;
+    bench.restart_sealed().await;
+    let asked = drain(&bench.services, &bench.caller, "here", DrainHost::default(), true).await;
+    let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
+    let line = &plan.vms[0];
+    assert_eq!(line.action, PlannedAction::Stay, "{line:?}");
+    assert!(line.why.contains("which does not give it now"), "{line:?}");
+
+    bench.drain(DrainHost::default()).await;
+    let host = bench.stuck().await;
+    let (state, why) = of(&host, "web");
+    assert!(state == DrainState::Stays && why.contains("which does not give it now"), "{why}");
+    assert!(bench.fixture.events("vm.draining").await.is_empty(), "something was begun");
+    bench.fixture.unlock("keys").await;
+    bench.drained().await;
+    assert!(bench.there.runs(vm));
 }
 
 #[tokio::test]

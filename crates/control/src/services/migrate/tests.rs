@@ -1,6 +1,7 @@
 //! Which hosts are offered for a VM that runs, and what people are told of the others.
 
 use vmseal_api::host::{Accelerator, AcceleratorKind};
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Plan;
 use vmseal_api::processor::Processor;
@@ -136,6 +137,37 @@ async fn a_guest_with_its_hosts_processor_goes_where_that_can_as_much() {
         planned(&fixture, Some("there"), None).await.contains("choose host 'there'").then_some(())
     };
     fixture.eventually("it can go", goes).await;
+}
+
+#[tokio::test]
+async fn a_vm_whose_key_no_provider_gives_is_refused_before_anything_is_begun() {
+    let mut fixture = Fixture::new().await;
+    let (there, _) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let vm = fixture.running("web").await;
+    fixture.restart_sealed().await;
+    for is_off in [false, true] {
+        if is_off {
+            fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 5 }, "web").await;
+        }
+        let tasks = fixture.events("task.begun").await.len();
+        let is_sealed = |problem: &Problem| problem.reason == Some(KeyFault::ProviderSealed);
+        let told = fixture
+            .eventually("it is refused", async || {
+                plan(&fixture, Some("there"), None).await.err().filter(is_sealed)
+            })
+            .await;
+        assert!(told.detail.contains("stays on host 'here'"), "{told}");
+        let services = fixture.services(Recipient::generate().unwrap());
+        let (caller, request) = (Caller::administrator("me"), MigrateVm::default());
+        let refused = migrate(&services, &caller, "web", request, false).await.unwrap_err();
+        assert!(is_sealed(&refused), "{refused}");
+        assert_eq!(fixture.events("task.begun").await.len(), tasks, "something was begun");
+        assert!(fixture.agent.keys_held().contains(&vm), "the host holds the key nevertheless");
+    }
+    fixture.unlock("keys").await;
+    let told = planned(&fixture, Some("there"), None).await;
+    assert!(told.contains("choose host 'there'"), "{told}");
 }
 
 #[tokio::test]
