@@ -338,6 +338,8 @@ struct Inside {
     /// The features that it reports.
     features: Vec<String>,
     accelerator: Accelerator,
+    /// The version of QEMU that it reports.
+    qemu: String,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -382,6 +384,7 @@ impl SimulatedHost {
                 reason: "nothing runs on a simulated host".to_owned(),
                 processor: None,
             },
+            qemu: "simulated".to_owned(),
             halfway: false,
         })))
     }
@@ -444,6 +447,11 @@ impl SimulatedHost {
     /// Sets how its guests are run.
     pub fn set_accelerator(&self, accelerator: Accelerator) {
         self.inside().accelerator = accelerator;
+    }
+
+    /// Sets the version of QEMU that its guests run by.
+    pub fn set_qemu(&self, version: &str) {
+        version.clone_into(&mut self.inside().qemu);
     }
 
     /// Sets how long making a disk, starting and shutting down take.
@@ -625,7 +633,7 @@ impl Inside {
             hostname: "simulated".to_owned(),
             key_box: self.agent.key_box.public(),
             accelerator: self.accelerator.clone(),
-            qemu: "simulated".to_owned(),
+            qemu: self.qemu.clone(),
             cpus: 8,
             memory: 64 << 30,
             aes_hardware: true,

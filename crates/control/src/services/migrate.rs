@@ -35,6 +35,10 @@ use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Part, StoreError, Write, policies, tasks, vms};
 
+/// The oldest QEMU that comes back to a filter which is replaced while the guest does not use its disks, as one that is paused does
+/// not (docs/decisions/020). An older one would lose these disks.
+const QEMU_COMES_BACK: &str = "9.0";
+
 /// Why a VM cannot go to a host that is full.
 const NO_ROOM: &str = "it has not enough free memory";
 
@@ -251,7 +255,23 @@ pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Probl
     if must_be_encrypted(vm) {
         features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
     }
-    Ok(())
+    require_use_of_disks(services, vm)
+}
+
+/// Refuses a VM that is paused where its host's QEMU cannot send it so. What its guest does otherwise only the host knows.
+fn require_use_of_disks(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    let view = services.hosts.view(vm.host);
+    let is_paused = view.vm(vm.id).is_some_and(|seen| seen.power == Power::Paused);
+    let qemu = view.description.as_ref().map_or("", |here| here.qemu.as_str());
+    let is_known = qemu.starts_with(|first: char| first.is_ascii_digit());
+    if !is_paused || !is_known || !older(qemu, QEMU_COMES_BACK) {
+        return Ok(());
+    }
+    let detail = format!(
+        "VM '{0}' is paused, and its host '{1}' has QEMU {qemu}: before {QEMU_COMES_BACK}, QEMU sends no guest that does not use its disks. Unpause it first (vmseal vm unpause {0})",
+        vm.name, vm.host_name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Whether what the VM is sent with is encrypted.

@@ -1,6 +1,6 @@
 //! Which hosts are offered for a VM that runs, and what people are told of the others.
 
-use vmseal_api::host::{Accelerator, AcceleratorKind};
+use vmseal_api::host::{Accelerator, AcceleratorKind, GuestControl};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Plan;
@@ -9,7 +9,7 @@ use vmseal_api::request::{MigrateVm, SetPolicy, SetVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{set_policy, set_vm};
+use crate::services::{guests, set_policy, set_vm};
 use crate::testing::Fixture;
 
 async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
@@ -168,6 +168,43 @@ async fn a_vm_whose_key_no_provider_gives_is_refused_before_anything_is_begun() 
     fixture.unlock("keys").await;
     let told = planned(&fixture, Some("there"), None).await;
     assert!(told.contains("choose host 'there'"), "{told}");
+}
+
+#[tokio::test]
+async fn a_guest_that_is_paused_is_sent_by_a_qemu_that_can() {
+    let fixture = Fixture::new().await;
+    let (there, agent) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    fixture.running("web").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
+    for (qemu, goes) in [("8.2.2", false), ("9.0.0", true), ("10.1.0", true)] {
+        // The other one first: it must not be the older one.
+        for host in [&agent, &fixture.agent] {
+            host.set_qemu(qemu);
+            host.restart();
+        }
+        let told = fixture
+            .eventually("the server sees it", async || {
+                let here = fixture.hosts.view(fixture.host).description?;
+                let told = planned(&fixture, Some("there"), None).await;
+                let settled = told.contains("is paused") || told.contains("choose host");
+                (here.qemu == qemu && settled).then_some(told)
+            })
+            .await;
+        assert_eq!(told.contains("choose host 'there'"), goes, "{qemu}: {told}");
+        if !goes {
+            assert!(told.contains("has QEMU 8.2.2: before 9.0"), "{told}");
+            guests::control(&services, &me, "web", GuestControl::Unpause, false).await.unwrap();
+            let runs = async || {
+                let told = planned(&fixture, Some("there"), None).await;
+                told.contains("choose host 'there'").then_some(())
+            };
+            fixture.eventually("it can go while it runs", runs).await;
+            guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
+        }
+    }
 }
 
 #[tokio::test]
