@@ -338,6 +338,8 @@ struct Inside {
     /// The features that it reports.
     features: Vec<String>,
     accelerator: Accelerator,
+    /// Media have other content than their files.
+    other_media: bool,
     /// The version of QEMU that it reports.
     qemu: String,
     /// The agent dies after it has written to one disk.
@@ -384,6 +386,7 @@ impl SimulatedHost {
                 reason: "nothing runs on a simulated host".to_owned(),
                 processor: None,
             },
+            other_media: false,
             qemu: "simulated".to_owned(),
             halfway: false,
         })))
@@ -467,6 +470,11 @@ impl SimulatedHost {
     /// Sets whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
+    }
+
+    /// Gives media other content than their files have, which all simulated hosts see: those of another host.
+    pub fn set_other_media(&self, other: bool) {
+        self.inside().other_media = other;
     }
 
     /// Takes swtpm from the host, which TPMs of VMs come from.

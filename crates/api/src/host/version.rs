@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 68] = [
+pub const FEATURES: [&str; 69] = [
     "job-create",
     "job-export",
     NICS,
@@ -93,6 +93,7 @@ pub const FEATURES: [&str; 68] = [
     MIRROR_REPLICAS,
     IMAGE_LAYOUTS,
     GROW_REPLICA,
+    MEASURE_MEDIUM,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -267,6 +268,9 @@ pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";
+
+/// The feature of agents that measure media of CD-ROM drives ([`super::MediumFacts`]).
+pub const MEASURE_MEDIUM: &str = "measure-medium";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";

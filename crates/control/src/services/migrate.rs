@@ -19,6 +19,7 @@ mod at_rest;
 mod copies;
 mod kept;
 mod key;
+mod medium;
 mod remote;
 
 use self::copies::Copies;
@@ -88,6 +89,7 @@ pub async fn migrate(
     if request.remote.is_some() {
         // What is said below of replicas is not enough to have it go there.
         remote::require_no_replica(&vm, &disks)?;
+        medium::require_none(&vm)?;
     }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
@@ -307,22 +309,12 @@ pub(super) fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
 
 /// Refuses what does not move with a VM that runs.
 pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
-    let refuse =
-        |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
-    if let Some(path) = vm.hardware.medium() {
-        return refuse(format!(
-            "has {} in its CD-ROM drive, which is a file of its host: eject it first (vmseal vm cdrom eject {})",
-            path.display(),
-            vm.name
-        ));
-    }
-    match disks.iter().find(|disk| disk.replica.is_some()) {
-        Some(disk) => refuse(format!(
-            "has a replica of its disk '{}', which would stay behind: stop it first",
-            disk.name
-        )),
-        None => Ok(()),
-    }
+    let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) else { return Ok(()) };
+    let detail = format!(
+        "VM '{}' has a replica of its disk '{}', which would stay behind: stop it first",
+        vm.name, disk.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// What else a host must have for a VM.
@@ -460,6 +452,7 @@ async fn fits(
         };
         return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
     }
+    medium::require_same(services, vm, &host, &*agent).await?;
     examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
     let encrypted = is_encrypted(services, vm, &host);
     let downtime_milliseconds =

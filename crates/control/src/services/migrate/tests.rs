@@ -1,5 +1,7 @@
 //! Which hosts are offered for a VM that runs, and what people are told of the others.
 
+use vmseal_api::boot::Cdrom;
+use vmseal_api::host::version::MEASURE_MEDIUM;
 use vmseal_api::host::{Accelerator, AcceleratorKind, GuestControl};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::migration::MigrationEncryption;
@@ -205,6 +207,46 @@ async fn a_guest_that_is_paused_is_sent_by_a_qemu_that_can() {
             guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
         }
     }
+}
+
+#[tokio::test]
+async fn a_medium_goes_where_the_same_file_is() {
+    let (fixture, files) = (Fixture::new().await, tempfile::tempdir().unwrap());
+    let (there, agent) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let vm = fixture.running("web").await;
+    let path = files.path().join("tools.iso");
+    std::fs::write(&path, [7; 4096]).unwrap();
+    let mut row = fixture.vm(vm).await.unwrap();
+    row.hardware.cdrom = Some(Cdrom { medium: Some(path.clone()) });
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set(&mut write, &row).await.unwrap();
+    write.commit().await.unwrap();
+    let told = async || planned(&fixture, Some("there"), None).await;
+
+    agent.set_other_media(true);
+    let refused = told().await;
+    let why = "host 'there' has another file there, with other content";
+    assert!(refused.contains(why), "{refused}");
+    let remedy = format!("place the same file at {} on host 'there'", path.display());
+    assert!(
+        refused.contains("vmseal vm cdrom eject web") && refused.contains(&remedy),
+        "{refused}"
+    );
+    agent.set_other_media(false);
+    assert!(told().await.contains("choose host 'there'"), "{}", told().await);
+    std::fs::remove_file(&path).unwrap();
+    let refused = told().await;
+    assert!(refused.contains("on host 'here' it cannot be compared"), "{refused}");
+    std::fs::write(&path, [7; 4096]).unwrap();
+
+    agent.lack_features(&[MEASURE_MEDIUM]);
+    agent.restart();
+    let is_refused = async || {
+        let why = "the agent of host 'there' cannot say whether both hosts have it";
+        told().await.contains(why).then_some(())
+    };
+    fixture.eventually("an earlier version is refused", is_refused).await;
 }
 
 #[tokio::test]
