@@ -54,6 +54,8 @@ pub(super) struct Fit {
     downtime_milliseconds: Option<u32>,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
     copies: Option<Copies>,
+    /// Whether memory is compressed.
+    compresses: bool,
 }
 
 /// Moves a VM to another host, while it runs or while it is off or suspended. Without a host, one with the most free memory is chosen.
@@ -108,10 +110,7 @@ pub async fn migrate(
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
     let promised = Promised::read(&mut *services.store.read().await?).await?;
-    if request.compress {
-        let what = "compress memory for another host";
-        features::require(services, &vm, MIGRATE_COMPRESSED, what)?;
-    }
+    require_compression(services, &vm, request.compress)?;
     let (place, compresses) = (request.datastore.as_deref(), request.compress);
     let asked = Asked { promised: &promised, place, compresses };
     let (fit, refused) = match &request.host {
@@ -127,9 +126,8 @@ pub async fn migrate(
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
     let mut operation = operation(&vm, &fit);
-    if let Operation::MigrateVm { downtime_milliseconds, compresses, .. } = &mut operation {
+    if let Operation::MigrateVm { downtime_milliseconds, .. } = &mut operation {
         *downtime_milliseconds = request.downtime_milliseconds.or(*downtime_milliseconds);
-        *compresses = request.compress;
     }
     let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
     Ok(match begun {
@@ -174,7 +172,7 @@ pub(super) fn operation(vm: &Vm, fit: &Fit) -> Operation {
         encrypted: fit.encrypted,
         datastore,
         downtime_milliseconds: fit.downtime_milliseconds,
-        compresses: false,
+        compresses: fit.compresses,
     }
 }
 
@@ -258,6 +256,18 @@ pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Probl
         features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
     }
     require_use_of_disks(services, vm)
+}
+
+/// Refuses to compress memory where the VM's host does not know how.
+pub(super) fn require_compression(
+    services: &Services,
+    vm: &Vm,
+    compresses: bool,
+) -> Result<(), Problem> {
+    if !compresses {
+        return Ok(());
+    }
+    features::require(services, vm, MIGRATE_COMPRESSED, "compress memory for another host")
 }
 
 /// Refuses a VM that is paused where its host's QEMU cannot send it so. What its guest does otherwise only the host knows.
@@ -457,7 +467,8 @@ async fn fits(
     let encrypted = is_encrypted(services, vm, &host);
     let downtime_milliseconds =
         downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
-    Ok(Fit { host, free, encrypted, downtime_milliseconds, copies })
+    let compresses = asked.compresses;
+    Ok(Fit { host, free, encrypted, downtime_milliseconds, copies, compresses })
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware.

@@ -3,8 +3,9 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
-    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST,
+    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST,
+    MIGRATE_COMPRESSED, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+    MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST,
 };
 use vmseal_api::host::{Allocation, CopyRoom, DiskRole, HostAgent, HostDescription, KeptRoom};
 use vmseal_api::model::Connection;
@@ -279,6 +280,7 @@ fn versions(
         (MIGRATE_AT_REST, arrival.at_rest),
         (MIGRATE_SUSPENDED, arrival.suspended.is_some()),
         (MIGRATE_TPM_AT_REST, arrival.at_rest && with_tpm),
+        (MIGRATE_COMPRESSED, arrival.compresses),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {

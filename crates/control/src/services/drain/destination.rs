@@ -34,7 +34,8 @@ pub(super) async fn of(
         return Err(for_good(format!("user '{user}' lacks the privilege '{privilege}'")));
     }
     migrate::require_sendable(services, vm).map_err(for_now)?;
-    let asked = migrate::Asked { promised, place: None, compresses: false };
+    migrate::require_compression(services, vm, drain.compress).map_err(for_now)?;
+    let asked = migrate::Asked { promised, place: None, compresses: drain.compress };
     let chosen = migrate::choose(services, vm, &disks, &asked, avoided).await;
     let (fit, _) = chosen.map_err(for_now)?;
     // At last: no provider is asked again and again for a VM that no host can take.

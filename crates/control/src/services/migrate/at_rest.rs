@@ -119,7 +119,8 @@ async fn fits(
     let free = free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory);
     drop(read);
     examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
-    Ok(Fit { host, free, encrypted: true, downtime_milliseconds: None, copies: None })
+    let (downtime_milliseconds, copies) = (None, None);
+    Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }
 
 /// Where a host has the datastores that the VM's disks and their replicas are on, with their names; or which one it does not have,

@@ -8,12 +8,12 @@ use vmseal_api::host::Power;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
-use vmseal_api::model::{Plan, Task};
+use vmseal_api::model::{About, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ArrivalCheck, ArrivalChecks};
+use vmseal_api::remote::{ARRIVALS_COMPRESSED, ArrivalCheck, ArrivalChecks};
 use vmseal_api::request::MigrateVm;
 
-use super::{downtime_of, in_the_clear, must_be_encrypted};
+use super::{downtime_of, in_the_clear, must_be_encrypted, require_compression};
 use crate::operation::Operation;
 use crate::remotes::{Wanted, describe, keeps_state};
 use crate::services::caller::{Caller, Privilege};
@@ -38,10 +38,6 @@ pub(super) async fn migrate(
         check_downtime(downtime)
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
-    if request.compress {
-        let what = "what goes to another control plane is not compressed: leave it out";
-        return Err(Problem::invalid("compress", what));
-    }
     require_no_replica(vm, disks)?;
     let (is_off, with) = (rest.is_some(), at_rest::With::of(disks, rest));
     let suspended = with.memory;
@@ -51,6 +47,7 @@ pub(super) async fn migrate(
     let named = request.remote.as_deref().unwrap_or_default();
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
+    require_compression(services, vm, request.compress)?;
     if is_off {
         at_rest::require_sendable(services, vm, with)?;
     }
@@ -61,6 +58,9 @@ pub(super) async fn migrate(
     if is_off {
         at_rest::require_taken(&remote.name, &about, with)?;
     }
+    if request.compress {
+        require_reads_compressed(&remote.name, &about)?;
+    }
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
         policy: policy.clone(),
@@ -68,6 +68,7 @@ pub(super) async fn migrate(
         datastore: request.datastore.clone(),
         at_rest: is_off,
         suspended,
+        compresses: request.compress,
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
     let mut told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
@@ -95,6 +96,7 @@ pub(super) async fn migrate(
         },
         at_rest: is_off,
         suspended,
+        compresses: request.compress,
     };
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
@@ -137,6 +139,18 @@ fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Probl
     let detail = format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
     let problem = Problem::new(ErrorCode::WrongState, detail);
     Err(Problem { field: Some("remote".to_owned()), ..problem })
+}
+
+/// Refuses a control plane of an earlier version, which would not ask its hosts.
+fn require_reads_compressed(remote: &str, about: &About) -> Result<(), Problem> {
+    if about.features.iter().any(|it| it == ARRIVALS_COMPRESSED) {
+        return Ok(());
+    }
+    let detail = format!(
+        "remote '{remote}' runs vmseal {}, which does not know which of its hosts read what is compressed ({ARRIVALS_COMPRESSED}): upgrade it, or leave out --compress",
+        about.vmseal
+    );
+    Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
 /// Refuses a VM with replicas, whether it runs or not.

@@ -8,7 +8,9 @@ mod with_tpm;
 
 use std::sync::Arc;
 
+use vmseal_api::host::version::MIGRATE_COMPRESSED;
 use vmseal_api::id::{RemoteId, TaskId};
+use vmseal_api::remote::ARRIVALS_COMPRESSED;
 use vmseal_api::request::MigrateVm;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -133,6 +135,37 @@ async fn a_vm_goes_to_another_control_plane() {
     assert_eq!(two.east.events("vm.arrived").await.len(), 1);
     let migrated = two.west.engine.shown(&two.west.task(task).await).migrated.unwrap();
     assert_eq!(migrated.placed, Some(migrated.sent), "the other control plane has said so");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_is_compressed_on_its_way_where_that_is_asked_and_both_sides_can() {
+    let two = Two::new().await;
+    let me = Caller::administrator("me");
+    let asked = async |dry_run| {
+        let remote = Some("east".to_owned());
+        let request = MigrateVm { remote, compress: true, ..MigrateVm::default() };
+        migrate::migrate(&two.services(), &me, "web", request, dry_run).await
+    };
+    two.west.plane.lack_features(&[ARRIVALS_COMPRESSED]);
+    let refused = asked(true).await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("(arrivals-compressed)"), "{refused}");
+    two.west.plane.lack_features(&[]);
+
+    two.west.agent.set_work(LONG);
+    let Outcome::Done(task) = asked(false).await.unwrap() else { panic!("it is only planned") };
+    let sent = async || two.west.agent.departure(two.vm, task.id);
+    assert!(two.west.eventually("it is sent", sent).await.compresses);
+    two.west.engine.cancel(&task.id.to_string(), "me").await.unwrap();
+    assert_eq!(two.west.ended(task.id).await.state, TaskState::Cancelled);
+    two.assert_stays("cancelled").await;
+
+    two.east.agent.lack_features(&[MIGRATE_COMPRESSED]);
+    two.east.agent.restart();
+    let named = async || {
+        let refused = asked(true).await.map(drop).err()?;
+        refused.detail.contains("(job-migrate-compressed)").then_some(())
+    };
+    two.east.eventually("the other control plane sees its older agent", named).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
