@@ -263,6 +263,10 @@ pub struct ArrivalChecks {
     /// The datastore of its disks there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
+    /// Whether what it is sent with is encrypted, as the VM asks for and both agents can; none where no host can take it, and from
+    /// a server of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 /// How far a VM is that arrives.

@@ -77,9 +77,7 @@ pub(super) async fn migrate(
     with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
-    let encrypted = must_be_encrypted(vm)
-        || vm.migration_encryption != MigrationEncryption::Disabled
-            && services.hosts.view(vm.host).has(MIGRATE_ENCRYPTED);
+    let encrypted = is_encrypted(services, vm, &found);
     let operation = Operation::MigrateAway {
         vm: vm.id,
         from: vm.host,
@@ -103,7 +101,8 @@ pub(super) async fn migrate(
         Outcome::Planned(plan) => {
             let kept = with_snapshots::told(&told);
             let how = (&*remote.name, &found, &*kept);
-            let mut plan = explained(plan, vm, how, encrypted || is_off);
+            let mut plan = explained(plan, how, encrypted);
+            plan.warnings.extend(in_the_clear(vm, encrypted || is_off));
             plan.warnings.extend(counted.err());
             plan.warnings.extend(is_off.then(|| at_rest::stays(vm, with, encrypted)));
             Outcome::Planned(plan)
@@ -112,21 +111,28 @@ pub(super) async fn migrate(
     })
 }
 
+/// Whether what the VM is sent with is encrypted. A server of an earlier version does not say what its host can: then the VM is not
+/// sent in the clear where its own host can encrypt, and a host there that cannot ends the migration.
+fn is_encrypted(services: &Services, vm: &Vm, found: &ArrivalChecks) -> bool {
+    let can = || services.hosts.view(vm.host).has(MIGRATE_ENCRYPTED);
+    let asked = vm.migration_encryption != MigrationEncryption::Disabled;
+    must_be_encrypted(vm) || asked && can() && found.encrypted != Some(false)
+}
+
 /// A plan with what the other control plane has said.
 fn explained(
     mut plan: Plan,
-    vm: &Vm,
     (remote, found, kept): (&str, &ArrivalChecks, &str),
     encrypted: bool,
 ) -> Plan {
+    let encrypted = if encrypted { "encrypted" } else { "not encrypted" };
     let chosen = format!(
-        "choose host '{}' of remote '{remote}', with copies of all disks{kept} on its datastore '{}'",
+        "choose host '{}' of remote '{remote}', with copies of all disks{kept} on its datastore '{}'; all that is sent is {encrypted}",
         found.host.as_deref().unwrap_or_default(),
         found.datastore.as_deref().unwrap_or_default()
     );
     let looked = found.checks.iter().map(ArrivalCheck::to_string);
     plan.steps = looked.chain([chosen]).chain(plan.steps).collect();
-    plan.warnings.extend(in_the_clear(vm, encrypted));
     plan
 }
 
