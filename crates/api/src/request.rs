@@ -111,6 +111,10 @@ pub struct DrainHost {
     /// The highest rate at which each VM is sent, in bytes a second; 0, as none, is no limit. At least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Compresses the memory of VMs before it is encrypted, where that gets it there sooner. How long what is sent becomes tells
+    /// who watches the network something of what is in it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compress: bool,
 }
 
 /// Has VMs placed on a host again.
@@ -702,7 +706,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
     /// Compresses the memory of a running VM before it is encrypted, where that gets it there sooner. How long what is sent becomes
-    /// tells who watches the network something of what is in it. Not with `remote`.
+    /// tells who watches the network something of what is in it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compress: bool,
 }

@@ -419,6 +419,9 @@ pub enum Operation {
         /// Whether it is suspended: the memory of its guest is sent with its disks. Then it is at rest, too.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         suspended: bool,
+        /// Whether memory is compressed where that is faster.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        compresses: bool,
     },
     /// Receives a VM that runs, or is off, from another control plane. Its rows are there.
     ReceiveVm {

@@ -120,6 +120,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/key/share", post(share_data_keys))
         .route("/v1/vms/{vm}/measure-kept", post(measure_kept))
+        .route("/v1/vms/{vm}/measure-medium", post(measure_medium))
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/examine-change", post(examine_change))
@@ -381,6 +382,14 @@ async fn measure_kept(
     request: Body,
 ) -> Answer<Response> {
     json(&agent.measure_kept(id("vm", &vm)?, body(request).await?).await?)
+}
+
+async fn measure_medium(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    json(&agent.measure_medium(id("vm", &vm)?, body(request).await?).await?)
 }
 
 async fn examine_nic(

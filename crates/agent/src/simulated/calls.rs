@@ -1,5 +1,6 @@
 //! The calls of a simulated host.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,8 +16,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeptRoom, KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, Power,
-    PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
+    KeptRoom, KeyReference, KeyState, MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey,
+    Power, PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
     StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
@@ -34,6 +35,7 @@ use crate::filter::log_level;
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
 use crate::storage::image::Image;
+use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
 
@@ -634,6 +636,17 @@ impl HostAgent for SimulatedHost {
 
     async fn measure_kept(&self, _: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
         self.call(Call::MeasureKept, |inside| Ok(inside.kept_room(&disks)))
+    }
+
+    async fn measure_medium(&self, _: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
+        self.call(Call::MeasureMedium, |inside| {
+            let file = medium::open_file(&path, &TransferDirectories::anywhere())?;
+            let mut facts = medium::measure(&path, &file)?;
+            if inside.other_media {
+                facts.ends.insert_str(0, "other ");
+            }
+            Ok(facts)
+        })
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -338,6 +338,10 @@ struct Inside {
     /// The features that it reports.
     features: Vec<String>,
     accelerator: Accelerator,
+    /// Media have other content than their files.
+    other_media: bool,
+    /// The version of QEMU that it reports.
+    qemu: String,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -382,6 +386,8 @@ impl SimulatedHost {
                 reason: "nothing runs on a simulated host".to_owned(),
                 processor: None,
             },
+            other_media: false,
+            qemu: "simulated".to_owned(),
             halfway: false,
         })))
     }
@@ -446,6 +452,11 @@ impl SimulatedHost {
         self.inside().accelerator = accelerator;
     }
 
+    /// Sets the version of QEMU that its guests run by.
+    pub fn set_qemu(&self, version: &str) {
+        version.clone_into(&mut self.inside().qemu);
+    }
+
     /// Sets how long making a disk, starting and shutting down take.
     pub fn set_work(&self, work: Duration) {
         self.inside().work = work;
@@ -459,6 +470,11 @@ impl SimulatedHost {
     /// Sets whether the datastores are full.
     pub fn set_full(&self, full: bool) {
         self.inside().full = full;
+    }
+
+    /// Gives media other content than their files have, which all simulated hosts see: those of another host.
+    pub fn set_other_media(&self, other: bool) {
+        self.inside().other_media = other;
     }
 
     /// Takes swtpm from the host, which TPMs of VMs come from.
@@ -625,7 +641,7 @@ impl Inside {
             hostname: "simulated".to_owned(),
             key_box: self.agent.key_box.public(),
             accelerator: self.accelerator.clone(),
-            qemu: "simulated".to_owned(),
+            qemu: self.qemu.clone(),
             cpus: 8,
             memory: 64 << 30,
             aes_hardware: true,

@@ -34,6 +34,7 @@
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
 //! POST   /v1/vms/{vm}/key/share            share_data_keys
 //! POST   /v1/vms/{vm}/measure-kept         measure_kept
+//! POST   /v1/vms/{vm}/measure-medium       measure_medium
 //! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! POST   /v1/vms/{vm}/examine-change       examine_change
@@ -81,6 +82,7 @@ mod disk;
 mod job;
 mod kept;
 mod key;
+mod medium;
 mod migration;
 pub mod proof;
 mod state;
@@ -106,6 +108,7 @@ pub use self::kept::{CopyRoom, KeptOfDisk, KeptRoom, PlacedDisk};
 pub use self::key::{
     KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys, key_info, pool_key_info,
 };
+pub use self::medium::MediumFacts;
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
     MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,

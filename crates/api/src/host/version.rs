@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 70] = [
+pub const FEATURES: [&str; 71] = [
     "job-create",
     "job-export",
     NICS,
@@ -95,6 +95,7 @@ pub const FEATURES: [&str; 70] = [
     GROW_REPLICA,
     BACKUP_SUSPENDED,
     EXPOSE_KEPT,
+    MEASURE_MEDIUM,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -275,6 +276,9 @@ pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";
+
+/// The feature of agents that measure media of CD-ROM drives ([`super::MediumFacts`]).
+pub const MEASURE_MEDIUM: &str = "measure-medium";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";

@@ -338,7 +338,7 @@ pub enum Vm {
         downtime: Option<Duration>,
         /// Compress the memory of a running VM before it is encrypted, where that gets it there sooner: for slow networks. Who
         /// watches the network learns something of the memory from how long what is sent is
-        #[arg(long, conflicts_with = "remote")]
+        #[arg(long)]
         compress: bool,
         /// Show how far it is: in place on a terminal, else a line each second; with -o json a document on each line
         #[arg(long, conflicts_with_all = ["no_wait", "dry_run"])]
