@@ -136,7 +136,7 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
 }
 
 /// The generation of the memory that the suite has saved.
-const GENERATION: u64 = 7;
+pub const GENERATION: u64 = 7;
 
 /// A suspended VM is started with the memory that is expected alone, also when that has been copied.
 async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {
@@ -155,13 +155,13 @@ async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on_with(vm, GENERATION).await, "resuming");
 }
 
-async fn suspend(agent: &dyn HostAgent, session: &Session) {
+pub async fn suspend(agent: &dyn HostAgent, session: &Session) {
     done(agent.suspend(session.vm()).await, "suspending");
     session.power(agent, Power::Suspended).await;
 }
 
 /// The guest of a suspended VM goes on: it echoes, and does not boot.
-async fn goes_on(agent: &dyn HostAgent, session: &Session) {
+pub async fn goes_on(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on(session.vm()).await, "resuming");
     session.power(agent, Power::Running).await;
     let claimed = agent.console(session.vm(), ConsoleClaim::TakeOver).await;

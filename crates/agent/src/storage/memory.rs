@@ -3,7 +3,8 @@
 //! ```text
 //! <datastore>/<vm id>/vm.memory.creating  it is being written, or debris of that
 //! <datastore>/<vm id>/vm.memory           the VM is suspended
-//! <datastore>/<vm id>/vm.memory.snapshot-ID  what a snapshot keeps; a revert has vm.memory be another name (hard link) of it
+//! <datastore>/<vm id>/vm.memory.snapshot-ID  what a snapshot keeps; a revert has vm.memory be another name (hard link) of it, and so is
+//!                                         this one of vm.memory where the snapshot is of a VM that is suspended
 //! <datastore>/<vm id>/vm.memory.used      its guest has gone on, or was about to: it is of no use any more
 //! ```
 //! The content is the machine ([`SavedMachine`]), then QEMU's stream. The name decides: a VM with a `vm.memory` is suspended, whatever
@@ -128,14 +129,33 @@ impl MemoryFiles {
     /// # Errors
     /// Those of the file system.
     pub fn suspend_with(&self, kept: &Self) -> Result<(), Problem> {
+        self.name_too(kept)
+    }
+
+    /// Has a snapshot keep the memory that the VM is suspended with. The VM keeps it as well: the file gets another name, so both have one
+    /// pair of key slots, and whatever key opens one opens the other.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn keep_suspended(&self, suspended: &Self) -> Result<(), Problem> {
+        self.name_too(suspended)
+    }
+
+    /// Has the file of `other` have this name, too.
+    fn name_too(&self, other: &Self) -> Result<(), Problem> {
         let creating = self.creating();
         remove_if_there(&creating)?;
-        std::fs::hard_link(&kept.saved, &creating)
-            .map_err(|error| failed(&kept.saved, "given another name", &error))?;
+        if self.is_suspended_with(other)? {
+            // An attempt before has given it the name: a rename of one name to another of the same file would do nothing, and leave both.
+            return atomic_file::flush_directory_of(&self.saved)
+                .map_err(|error| failed(&self.saved, "given its name", &error));
+        }
+        std::fs::hard_link(&other.saved, &creating)
+            .map_err(|error| failed(&other.saved, "given another name", &error))?;
         self.keep()
     }
 
-    /// Whether the VM is suspended with the memory that a snapshot keeps.
+    /// Whether the VM is suspended with the memory that a snapshot keeps: both names are of one file.
     ///
     /// # Errors
     /// Those of the file system.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 68] = [
+pub const FEATURES: [&str; 69] = [
     "job-create",
     "job-export",
     NICS,
@@ -93,6 +93,7 @@ pub const FEATURES: [&str; 68] = [
     MIRROR_REPLICAS,
     IMAGE_LAYOUTS,
     GROW_REPLICA,
+    SUSPENDED_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -177,6 +178,9 @@ pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
 
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
+
+/// The feature of agents that take snapshots of VMs which are suspended, revert these and delete snapshots of them.
+pub const SUSPENDED_SNAPSHOTS: &str = "snapshot-suspended";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";
