@@ -8,8 +8,8 @@ pub mod plugging;
 pub mod set_running;
 
 pub use self::jobs::{
-    check_copied, check_copy, check_job, check_not_sent, check_pace, check_sent_memory,
-    check_session, check_tpm_at_rest, lending,
+    check_copied, check_copy, check_job, check_not_sent, check_pace, check_revert,
+    check_sent_memory, check_session, check_tpm_at_rest, lending,
 };
 
 use std::collections::BTreeSet;

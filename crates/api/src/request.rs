@@ -501,7 +501,7 @@ pub struct CloneVm {
     pub rate: Option<u64>,
 }
 
-/// Takes a snapshot of a VM, off or running.
+/// Takes a snapshot of a VM, off, running or suspended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -516,7 +516,7 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which must run, is kept, too.
+    /// Whether the memory of the guest, which runs or is suspended, is kept, too.
     #[serde(default)]
     pub memory: bool,
 }
@@ -530,6 +530,9 @@ pub struct RevertSnapshot {
     /// first.
     #[serde(default)]
     pub running: bool,
+    /// Gives the saved memory of a suspended VM up: it is lost, as far as no snapshot keeps it. Where one does, this need not be said.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub discard_memory: bool,
 }
 
 impl Default for TakeSnapshot {

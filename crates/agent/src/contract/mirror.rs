@@ -136,7 +136,7 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
 }
 
 /// The generation of the memory that the suite has saved.
-const GENERATION: u64 = 7;
+pub const GENERATION: u64 = 7;
 
 /// A suspended VM is started with the memory that is expected alone, also when that has been copied.
 async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {

@@ -30,9 +30,14 @@ pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
     })
 }
 
-/// The job that reverts one disk.
+/// The job that reverts one disk, also of a VM that is suspended: its memory is given up.
 pub fn revert(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
-    JobSpec::Revert(RevertJob { snapshot, memory: false, disks: vec![disk] })
+    reverting(disk, snapshot, true)
+}
+
+/// The same; says whether the memory of one that is suspended is given up.
+pub fn reverting(disk: DiskId, snapshot: SnapshotId, discard_memory: bool) -> JobSpec {
+    JobSpec::Revert(RevertJob { snapshot, memory: false, discard_memory, disks: vec![disk] })
 }
 
 /// The job that removes a snapshot of one disk.
@@ -42,7 +47,7 @@ pub fn drop_snapshot(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
 
 impl Session {
     /// Puts a job twice, and waits until it is done.
-    async fn through(&self, agent: &dyn HostAgent, job: JobSpec) {
+    pub async fn through(&self, agent: &dyn HostAgent, job: JobSpec) {
         let task = TaskId::new();
         done(agent.put_job(self.vm(), task, job.clone()).await, "a job on snapshots");
         done(agent.put_job(self.vm(), task, job.clone()).await, "the same again");

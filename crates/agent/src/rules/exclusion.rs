@@ -33,7 +33,7 @@ pub enum Action {
     DropSource,
     /// To keep what a disk holds.
     TakeSnapshot,
-    /// To have a disk hold what a snapshot keeps.
+    /// To have a disk hold what a snapshot keeps. Of a VM that is suspended only where its memory is given up ([`super::check_revert`]).
     Revert,
     /// To remove a snapshot of a disk. The same job again is not an action.
     DropSnapshot,
@@ -163,7 +163,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 37] = [
     (Action::ConvertDisk,   [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSnapshot,  [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Prove,         [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Dump,          [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),

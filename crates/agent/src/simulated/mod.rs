@@ -49,7 +49,7 @@ use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
     KeyReference, NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, SnapshotId, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::PoolFacts;
@@ -115,6 +115,8 @@ struct Persisted {
     leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
+    /// The generations of the memories that snapshots keep.
+    kept_memories: BTreeMap<SnapshotId, u64>,
     /// The generations of the memories of suspended VMs that other hosts will send.
     coming_memories: BTreeMap<VmId, u64>,
     /// The core dumps that were asked for: whose they are, and whether they are under its key.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 71] = [
+pub const FEATURES: [&str; 72] = [
     "job-create",
     "job-export",
     NICS,
@@ -96,6 +96,7 @@ pub const FEATURES: [&str; 71] = [
     BACKUP_SUSPENDED,
     EXPOSE_KEPT,
     MEASURE_MEDIUM,
+    SUSPENDED_SNAPSHOTS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -183,6 +184,9 @@ pub const EXPOSE_KEPT: &str = "expose-kept";
 
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
+
+/// The feature of agents that take snapshots of VMs which are suspended, revert these and delete snapshots of them.
+pub const SUSPENDED_SNAPSHOTS: &str = "snapshot-suspended";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";

@@ -145,7 +145,7 @@ impl Owner {
             JobSpec::Snapshot(_) => {
                 self.may_work(Action::TakeSnapshot, spec).map(|()| Ready::Nothing)
             }
-            JobSpec::Revert(_) => self.may_work(Action::Revert, spec).map(|()| Ready::Nothing),
+            JobSpec::Revert(job) => self.ready_to_revert(job, spec).map(|()| Ready::Nothing),
             JobSpec::DropSnapshot(job) => {
                 self.may_work(Action::DropSnapshot, spec)?;
                 self.can_drop(job).await.map(|()| Ready::Nothing)
