@@ -204,7 +204,7 @@ pub enum Vm {
     /// Encrypt VMs that are there, off, suspended or running
     ///
     /// The disks are copied to encrypted images, each guest changes to the copies in one instant, and the former images are
-    /// overwritten with zeroes once and removed. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
+    /// overwritten with zeroes once and removed, except files that linked clones stand on, which are named. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
     /// cancelled. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may
     /// remain.
     ///
