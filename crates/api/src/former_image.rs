@@ -19,6 +19,39 @@ pub struct FormerImage {
     pub name: String,
     /// What has become of it.
     pub fate: FormerFate,
+    /// Whether its medium is told which blocks are free now.
+    #[serde(default)]
+    pub discard: Discard,
+}
+
+/// Whether a medium is told which blocks are free, so that it can erase them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum Discard {
+    /// By the file system, which is mounted with `discard`, when a file is removed.
+    AtRemoval,
+    /// By `fstrim` alone: the file system is on a device, and mounted without `discard`.
+    ByFstrim,
+    /// It is not known: a server or a cluster decides, or the agent is of an earlier version.
+    #[default]
+    #[serde(other)]
+    NotKnown,
+}
+
+impl Discard {
+    /// What is said of it, and what to do.
+    fn told(self) -> &'static str {
+        match self {
+            Self::AtRemoval => {
+                "; its file system is mounted with -o discard, and tells its device which blocks are free"
+            }
+            Self::ByFstrim => {
+                "; its file system is mounted without -o discard: if it is on flash, run fstrim on it, which lets the device erase the free blocks"
+            }
+            Self::NotKnown => "; whether its medium is told which blocks are free is not known",
+        }
+    }
 }
 
 /// What has become of a former image.
@@ -57,9 +90,13 @@ impl fmt::Display for FormerImage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "disk '{}': its former image ", self.name)?;
         match &self.fate {
-            FormerFate::Overwritten => f.write_str("was overwritten with zeroes once and removed"),
-            FormerFate::HeaderOverwritten => f.write_str(
-                "was removed after its header, without which its data key is lost, was overwritten with zeroes once",
+            FormerFate::Overwritten => {
+                write!(f, "was overwritten with zeroes once and removed{}", self.discard.told())
+            }
+            FormerFate::HeaderOverwritten => write!(
+                f,
+                "was removed after its header, without which its data key is lost, was overwritten with zeroes once{}",
+                self.discard.told()
             ),
             FormerFate::Shared { in_the_clear, clones, inodes } => {
                 let form = if *in_the_clear { "in the clear" } else { "under the former data key" };
@@ -101,7 +138,8 @@ mod tests {
     use super::*;
 
     fn told(fate: FormerFate) -> String {
-        FormerImage { disk: DiskId::new(), name: "data".to_owned(), fate }.to_string()
+        let discard = Discard::ByFstrim;
+        FormerImage { disk: DiskId::new(), name: "data".to_owned(), fate, discard }.to_string()
     }
 
     #[test]
@@ -112,6 +150,7 @@ mod tests {
         );
         let header = told(FormerFate::HeaderOverwritten);
         assert!(header.contains("its header") && !header.contains("image was overwritten"));
+        assert!(whole.ends_with("free blocks") && header.ends_with("free blocks"), "{header}");
         let gone = told(FormerFate::NotKnown);
         assert!(gone.contains("does not say whether it was overwritten"), "{gone}");
     }
@@ -137,5 +176,10 @@ mod tests {
         let of = |text| serde_json::from_str::<FormerFate>(text).unwrap();
         assert_eq!(of(r#"{"is":"shredded"}"#), FormerFate::NotKnown);
         assert_eq!(of(r#"{"is":"header_overwritten"}"#), FormerFate::HeaderOverwritten);
+        let of = |text| serde_json::from_str::<Discard>(text).unwrap();
+        assert_eq!(
+            (of(r#""later""#), of(r#""by_fstrim""#)),
+            (Discard::NotKnown, Discard::ByFstrim)
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vmseal_api::former_image::{FormerFate, FormerImage};
+use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
@@ -255,7 +255,7 @@ impl Inside {
         self.persisted.copies.sources.remove(&disk);
         let fate = self.persisted.copies.fates.remove(&disk)?;
         let name = self.known(vm).ok()?.spec.disk(disk)?.name.clone();
-        Some(FormerImage { disk, name, fate })
+        Some(FormerImage { disk, name, fate, discard: Discard::NotKnown })
     }
 
     /// What will have become of the image of a disk that gets a copy: what linked clones share is left to them.

@@ -18,7 +18,7 @@ use crate::print::{self, plan};
 use crate::rows::word;
 
 /// What the overwriting of a former image does not promise.
-const OLDER_COPIES: &str = "On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain. Run fstrim on the file system of a datastore on flash: that lets the device erase them.";
+const OLDER_COPIES: &str = "On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.";
 
 pub async fn run(
     server: &ServerClient,
@@ -410,7 +410,7 @@ fn failure(task: &Task) -> Option<FailedTask> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::former_image::{FormerFate, FormerImage};
+    use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
     use vmseal_api::problem::ErrorCode;
 
     use super::*;
@@ -477,7 +477,7 @@ mod tests {
     fn what_was_not_overwritten_is_not_said_to_be() {
         let image = |name: &str, fate| {
             let (disk, name) = (vmseal_api::id::DiskId::new(), name.to_owned());
-            FormerImage { disk, name, fate }
+            FormerImage { disk, name, fate, discard: Discard::ByFstrim }
         };
         let (clones, inodes) = (vec!["one".to_owned()], vec![7]);
         let shared = FormerFate::Shared { in_the_clear: true, clones, inodes };

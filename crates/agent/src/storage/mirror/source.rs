@@ -13,11 +13,12 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use vmseal_api::former_image::{FormerFate, FormerImage};
+use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Mirror, beside, tpm};
+use crate::mounts;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
@@ -45,6 +46,8 @@ pub struct Removed {
     shared: BTreeSet<u64>,
     /// The linked clones that have those names, as far as they are known.
     clones: BTreeSet<String>,
+    /// Whether the medium of the image is told which blocks are free.
+    discard: Discard,
 }
 
 impl Removed {
@@ -69,7 +72,7 @@ impl Removed {
             (true, true) if in_the_clear => FormerFate::Overwritten,
             (true, true) => FormerFate::HeaderOverwritten,
         };
-        FormerImage { disk: disk.disk, name: disk.name.clone(), fate }
+        FormerImage { disk: disk.disk, name: disk.name.clone(), fate, discard: self.discard }
     }
 }
 
@@ -97,6 +100,7 @@ pub fn remove(
     let facts = &mirror.note.source_facts;
     if let Some(file) = open_locked(&path, Access::Write)? {
         removed.image = true;
+        removed.discard = mounts::discard(&file).unwrap_or_default();
         let end = end_of(facts, &file, true)?;
         if !removed.is_shared(&home, &path, &file)? {
             overwrite(&file, end, |done| progress(done, end), &is_cancelled)

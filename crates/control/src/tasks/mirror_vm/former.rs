@@ -1,6 +1,6 @@
 //! The images that disks had before they got copies: they are removed, and it is told what has become of them.
 
-use vmseal_api::former_image::{FormerFate, FormerImage};
+use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DropSourcesJob, JobKind, JobSpec};
 use vmseal_api::id::DiskId;
 
@@ -41,8 +41,12 @@ async fn silent(run: &Run<'_>, said: &[FormerImage]) -> Result<Vec<FormerImage>,
     let (known, copied) = (run.disks().await?, copied(run)?);
     let is_said = |disk: DiskId| said.iter().any(|image| image.disk == disk);
     let silent = known.into_iter().filter(|disk| copied.contains(&disk.id) && !is_said(disk.id));
-    let image =
-        |disk: Disk| FormerImage { disk: disk.id, name: disk.name, fate: FormerFate::NotKnown };
+    let image = |disk: Disk| FormerImage {
+        disk: disk.id,
+        name: disk.name,
+        fate: FormerFate::NotKnown,
+        discard: Discard::NotKnown,
+    };
     Ok(silent.map(image).collect())
 }
 
