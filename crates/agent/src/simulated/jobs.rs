@@ -224,8 +224,11 @@ impl Inside {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
             }
             (_, JobKind::DropSources) => {
-                status.disks.iter().for_each(|disk| known.jobs.made(*disk));
-                status.disks.into_iter().for_each(|disk| self.drop_source(disk));
+                for disk in status.disks {
+                    let former = self.drop_source(vm, disk);
+                    let Ok(known) = self.known(vm) else { return };
+                    known.jobs.removed(disk, former);
+                }
             }
             (_, JobKind::Export) if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");

@@ -28,6 +28,7 @@ use super::migration::{MigrationProgress, ReceiveJob, SendJob};
 use super::proof::SignedReport;
 use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
+use crate::former_image::FormerImage;
 use crate::host::backup::BackupManifest;
 use crate::id::{BackupId, DiskId, DumpId, SnapshotId, TaskId, VmId};
 use crate::pace::CopyPace;
@@ -637,6 +638,9 @@ pub struct JobStatus {
     /// How far a VM is that is sent, or how one was received; none for other jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationProgress>,
+    /// What has become of former images that were removed; empty for other jobs, and from agents that do not say it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former: Vec<FormerImage>,
 }
 
 /// The state of a job.
