@@ -96,6 +96,11 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     for vm in ["cold", "bare", "open"] {
         stop(&here, vm);
     }
+    // What is said of one that runs, and of one that is off.
+    for vm in ["web", "cold"] {
+        let say = ["--description", "the shop", "--label", "tier=gold", "--autostart", "on"];
+        here.vmseal(&[&["vm", "set", vm][..], &say].concat()).unwrap();
+    }
     // What it holds then is the count of one boot.
     here.vmseal(&["snapshot", "create", "cold", "first"]).unwrap();
     here.vmseal(&["snapshot", "create", "cold", "second"]).unwrap();
@@ -184,6 +189,11 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     let after = here.vm("cold").unwrap();
     for field in ["id", "name", "vcpus", "memory", "key", "policy", "host", "nics"] {
         assert_eq!(before[field], after[field], "{field}");
+    }
+    for vm in ["web", "cold"] {
+        let after = here.vm(vm).unwrap();
+        assert_eq!(after["description"], "the shop", "{vm}");
+        assert_eq!((&after["labels"]["tier"], &after["autostart"]), (&"gold".into(), &true.into()));
     }
     assert_eq!(before["disks"][0], after["disks"][0]);
     assert_eq!(before["nics"].as_array().unwrap().len(), 1);

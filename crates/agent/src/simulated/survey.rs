@@ -65,7 +65,8 @@ impl Inside {
                     continue;
                 }
             }
-            let descriptor = descriptor::of(spec, here, known.kek.as_ref())?;
+            let before = self.persisted.descriptors.get(&(here, vm));
+            let descriptor = descriptor::of(spec, here, known.kek.as_ref(), before)?;
             self.persisted.descriptors.insert((here, vm), descriptor);
         }
         Ok(())

@@ -298,7 +298,8 @@ impl Home {
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        self.write_descriptor(&descriptor::of(spec, here.datastore, kek)?)
+        let before = self.descriptor();
+        self.write_descriptor(&descriptor::of(spec, here.datastore, kek, before.as_ref())?)
     }
 
     /// The descriptor that is there, if it can be read.
@@ -332,8 +333,9 @@ impl Home {
             return Ok(());
         }
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        let wanted = descriptor::of(spec, here.datastore, kek)?;
-        if self.descriptor().is_some_and(|there| there == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, kek, there.as_ref())?;
+        if there.is_some_and(|there| there == wanted) {
             return Ok(());
         }
         self.write_descriptor(&wanted)
@@ -342,8 +344,9 @@ impl Home {
     /// Writes the descriptor of a disk that is being made. What is there stays if it says the same, so that it stays
     /// authenticated.
     fn describe_begun(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
-        let wanted = descriptor::of(spec, here.datastore, None)?;
-        if self.descriptor().is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, None, there.as_ref())?;
+        if there.is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
             return image_layout::note(&self.path, here, spec.images.as_ref());
         }
         self.describe_locked(spec, here, None)

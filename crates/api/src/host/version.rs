@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 68] = [
+pub const FEATURES: [&str; 69] = [
     "job-create",
     "job-export",
     NICS,
@@ -93,6 +93,7 @@ pub const FEATURES: [&str; 68] = [
     MIRROR_REPLICAS,
     IMAGE_LAYOUTS,
     GROW_REPLICA,
+    ABOUT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -297,6 +298,9 @@ pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";
+
+/// The feature of agents that put what users say of a VM into its descriptors.
+pub const ABOUT: &str = "about-vms";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -237,6 +237,7 @@ async fn completed(
         disks: images.iter().enumerate().map(disk).collect(),
         nics: Vec::new(),
         snapshots: Vec::new(),
+        about: Default::default(),
         mac: None,
     });
     let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
@@ -443,6 +444,7 @@ fn define(
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: descriptor.snapshots.iter().map(|it| snapshot(descriptor, it)).collect(),
             images: None,
+            about: Some(descriptor.about.clone()),
         },
         host: known.on.host,
         host_name: known.on.host_name.clone(),

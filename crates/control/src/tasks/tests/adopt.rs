@@ -2,16 +2,17 @@
 //! nothing.
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
-use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS};
 use vmseal_api::host::survey::FoundDescriptor;
-use vmseal_api::host::version::{DESCRIPTORS, USAGE};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, USAGE};
 use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
 use vmseal_api::id::{DatastoreId, PolicyId, TaskId};
+use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::super::adopt_vm;
 use super::*;
-use crate::services::{Caller, adopt};
+use crate::services::{Caller, adopt, set_vm};
 use crate::store::{keys, policies, vms};
 
 pub fn steps() -> Vec<&'static str> {
@@ -108,6 +109,69 @@ async fn an_adopted_vm_is_what_it_was_and_starts() {
     // A second time it is known.
     let told = asked(&fixture, AdoptVms::default(), false).await;
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
+}
+
+/// What its users say of it is in its descriptors: of one that is off, of one that runs, and after it has run on.
+#[tokio::test]
+async fn an_adopted_vm_has_its_description_labels_and_autostart() {
+    for runs in [false, true] {
+        let fixture = Fixture::new().await;
+        let vm = match runs {
+            true => fixture.running("web").await,
+            false => fixture.made("web", "encrypted").await,
+        };
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let request = SetVm {
+            description: Some("the shop".to_owned()),
+            labels: [("tier".to_owned(), Some("gold".to_owned()))].into(),
+            autostart: Some(true),
+            ..SetVm::default()
+        };
+        set_vm::set(&services, &me, "web", request, false).await.unwrap();
+        lose(&fixture, vm).await;
+        if runs {
+            // The agent of a host that has joined another server is another run.
+            fixture.agent.restart();
+            fixture
+                .eventually("it is an alarm", async || {
+                    fixture.alarms().await.contains(&format!("vm-unknown {vm}")).then_some(())
+                })
+                .await;
+            fixture.connected().await;
+        }
+        let ended = fixture.ended(begin(&fixture).await).await;
+        assert_eq!(ended.state, TaskState::Done, "{runs}: {:?}", ended.problem);
+        let after = fixture.vm(vm).await.unwrap();
+        assert_eq!((after.description.as_str(), after.autostart), ("the shop", true), "{runs}");
+        assert_eq!(after.labels.get("tier").map(String::as_str), Some("gold"), "{runs}");
+    }
+}
+
+/// An agent of an earlier version is not told what it would refuse, and writes descriptors without it.
+#[tokio::test]
+async fn an_older_agent_is_not_told_what_users_say_of_a_vm() {
+    let fixture = Fixture::new().await;
+    fixture.agent.lack_features(&[ABOUT]);
+    fixture.agent.restart();
+    fixture
+        .eventually("the server knows", async || {
+            let description = fixture.hosts.view(fixture.host).description?;
+            (!description.features.iter().any(|it| it == ABOUT)).then_some(())
+        })
+        .await;
+    let vm = fixture.made("web", "encrypted").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = SetVm { autostart: Some(true), ..SetVm::default() };
+    set_vm::set(&services, &me, "web", request, false).await.unwrap();
+    assert_eq!(fixture.agent.registered_as(vm).unwrap().about, None);
+    let found = fixture.agent.survey_datastore(location()).await.unwrap().vms.remove(0);
+    let FoundDescriptor::Read { descriptor, .. } = found.descriptor else { panic!("{found:?}") };
+    assert_eq!(descriptor.version, WITHOUT_SNAPSHOTS);
+    lose(&fixture, vm).await;
+    assert_eq!(fixture.ended(begin(&fixture).await).await.state, TaskState::Done);
+    assert!(!fixture.vm(vm).await.unwrap().autostart);
 }
 
 #[tokio::test]
