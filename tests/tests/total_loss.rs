@@ -81,6 +81,43 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
 }
 
 #[test]
+fn a_vm_that_was_recrypted_since_the_backup_gets_the_key_that_its_disks_name() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    stop(&here, "web");
+    let given = file(&here, "backup.passphrase", OF_BACKUP);
+    let backup = text(&here.path("server.backup")).unwrap().to_owned();
+    let data_dir = text(&here.path("server")).unwrap().to_owned();
+    here.vmseal(&["server", "backup", "--to", &backup, "--passphrase-file", &given]).unwrap();
+    let old = here.vm("web").unwrap();
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    let new = here.vm("web").unwrap();
+    assert_ne!(old["key"], new["key"]);
+    let place = here.path("datastore").join(new["id"].as_str().unwrap()).join("vm.json");
+    let described =
+        || -> Value { serde_json::from_slice(&std::fs::read(&place).unwrap()).unwrap() };
+    let named = described()["key"].clone();
+
+    // Its host restarts, and is told the old key.
+    here.lose_server().unwrap();
+    here.kill_agent();
+    let restore =
+        ["server", "restore", &backup, "--data-dir", &data_dir, "--passphrase-file", &given];
+    here.vmseal(&restore).unwrap();
+    here.start_server().unwrap();
+    here.start_agent().unwrap();
+    assert_eq!(here.vm("web").unwrap()["key"], old["key"]);
+    here.wait_alarm("web", "key-differs").unwrap();
+    assert_eq!(described()["key"], named, "the descriptor was overwritten with the old key");
+    let found = here.json(&["datastore", "adopt", "local"]).unwrap();
+    assert_eq!(line(&found, "web")["status"], "begun", "{found}");
+    here.wait_no_alarm("web", "key-differs").unwrap();
+    assert_eq!(here.vm("web").unwrap()["key"], new["key"]);
+    assert_eq!(here.boot_counter("web").unwrap(), 2);
+}
+
+#[test]
 fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_their_data() {
     let mut here = Installation::new().unwrap();
     for (vm, policy) in

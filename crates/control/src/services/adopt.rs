@@ -5,6 +5,8 @@
 //! is authenticated with its key, and a task has its host open every disk with that key before the VM is in the
 //! inventory.
 
+mod rekeyed;
+
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use futures_util::StreamExt;
@@ -17,8 +19,7 @@ use vmseal_api::host::{
     DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, Power, SnapshotSpec,
     VmSpec,
 };
-use vmseal_api::id::{DatastoreId, DiskId, PolicyId, VmId, check_name};
-use vmseal_api::model::Lifecycle;
+use vmseal_api::id::{DatastoreId, DiskId, PolicyId, ProviderId, VmId, check_name};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::size::Size;
@@ -26,6 +27,7 @@ use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, Purpose, derive};
 use vmseal_secret::mac;
 
+use self::rekeyed::rekeyed;
 use super::Services;
 use super::caller::{Caller, Privilege};
 use super::datastores::{describes, find, reached};
@@ -54,12 +56,12 @@ struct Known {
     places: HashMap<DatastoreId, DatastoreSpec>,
     /// VMs by id.
     vms: HashMap<VmId, Vm>,
-    /// VMs that have another key than their descriptors name, with that one.
-    rekeyed: HashMap<VmId, Definition>,
+    /// VMs that have another key than their disks, with that one; or why it cannot be had.
+    rekeyed: HashMap<VmId, Result<Definition, String>>,
     /// The disks of the inventory, by id.
     disks: HashMap<DiskId, Placed>,
     policies: Vec<Policy>,
-    providers: HashSet<vmseal_api::id::ProviderId>,
+    providers: HashSet<ProviderId>,
     images: HashMap<(VmId, DiskId), FoundImage>,
 }
 
@@ -244,42 +246,6 @@ async fn completed(
     Ok(FoundVm { vm, descriptor })
 }
 
-/// The VMs that the inventory has with another key than their descriptors name: they were recrypted after the backup from
-/// which it was restored. Only the key is taken from the descriptor.
-async fn rekeyed(
-    services: &Services,
-    known: &Known,
-    found: &[FoundVm],
-) -> Result<HashMap<VmId, Definition>, Problem> {
-    let mut rekeyed = HashMap::new();
-    for found in found {
-        let FoundDescriptor::Read { descriptor, .. } = &found.descriptor else { continue };
-        let Some(vm) = known.vms.get(&found.vm).filter(|vm| vm.lifecycle == Lifecycle::Ready)
-        else {
-            continue;
-        };
-        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.on.host {
-            continue;
-        }
-        let Some(key) = descriptor.key.as_ref().filter(|key| Some(*key) != vm.key.as_ref()) else {
-            continue;
-        };
-        let Some((vm, spec)) = crate::hosts::definition(&services.store, vm.id).await? else {
-            continue;
-        };
-        let definition = Definition {
-            spec: VmSpec { key: Some(key.clone()), ..spec },
-            host: vm.host,
-            host_name: vm.host_name,
-            policy: vm.policy,
-            policy_name: vm.policy_name,
-            replaces: vm.key,
-        };
-        rekeyed.insert(vm.id, definition);
-    }
-    Ok(rekeyed)
-}
-
 /// What the datastore has of a VM of the inventory that is newer than what the inventory says of it, for people: disks that
 /// were added or grew after the backup from which it was restored.
 fn newer(known: &Known, found: &FoundVm) -> Vec<String> {
@@ -344,7 +310,12 @@ fn judge(
         line.newer = newer(known, &found);
         let definition = known.rekeyed.get(&found.vm).cloned();
         return match (found.descriptor, definition) {
-            (FoundDescriptor::Read { descriptor, .. }, Some(definition)) => {
+            (_, Some(Err(why))) => {
+                line.status = AdoptStatus::Refused;
+                line.detail = why;
+                (line, None)
+            }
+            (FoundDescriptor::Read { descriptor, .. }, Some(Ok(definition))) => {
                 line.status = AdoptStatus::Refused;
                 line.key_id = definition.spec.key.as_ref().map(|key| key.key_id.clone());
                 (line, Some(Box::new(Candidate { descriptor: *descriptor, definition })))
@@ -626,6 +597,10 @@ async fn check_candidate(
             check_nics(services, &definition.spec).await?;
             let (spec, host) = (&definition.spec, &definition.host_name);
             hardware::examine(services, definition.host, host, &spec.hardware).await?;
+        }
+        if definition.replaces.is_some() && definition.spec.key != descriptor.key {
+            // Of the headers nothing but the key is taken, and it opens every disk before it is.
+            return Ok("");
         }
         check_key(services, caller, request, &descriptor).await
     };

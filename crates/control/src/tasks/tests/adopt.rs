@@ -416,6 +416,41 @@ async fn a_vm_that_has_got_another_key_since_the_backup_gets_it_in_the_inventory
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
 }
 
+/// Its descriptor says what the inventory does, as an earlier vmseal has overwritten it, and the headers name another key.
+#[tokio::test]
+async fn a_vm_whose_disks_alone_name_its_key_gets_that_in_the_inventory_too() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let new = fixture.vm(vm).await.unwrap().key.unwrap();
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set_key(&mut write, vm, &old).await.unwrap();
+    write.commit().await.unwrap();
+    fixture.agent.change_descriptors(vm, |it| (it.key, it.mac) = (Some(old.clone()), None));
+    // Who can write to the datastore gets no other VM's key.
+    let other = fixture.made("other", "encrypted").await;
+    let mut write = fixture.store.write().await.unwrap();
+    keys::forget(&mut write, vm, &new).await.unwrap();
+    keys::insert(&mut write, other, &new).await.unwrap();
+    write.commit().await.unwrap();
+    let told = asked(&fixture, AdoptVms::default(), true).await;
+    let line = |told: &[AdoptedVm]| told.iter().find(|it| it.vm == vm).unwrap().clone();
+    assert_eq!(line(&told).status, AdoptStatus::Refused, "{told:?}");
+    assert!(line(&told).detail.contains(&format!("the key of VM {other}")), "{told:?}");
+    let mut write = fixture.store.write().await.unwrap();
+    keys::forget(&mut write, other, &new).await.unwrap();
+    write.commit().await.unwrap();
+    let told = asked(&fixture, AdoptVms::default(), false).await;
+    let ended = fixture.ended(line(&told).task.unwrap()).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, Some(new));
+    fixture.assert_whole(vm, Power::Off, "with its key").await;
+    let told = asked(&fixture, AdoptVms::default(), false).await;
+    assert_eq!(line(&told).status, AdoptStatus::Known, "{told:?}");
+}
+
 /// Only the images are left: what they do not say is given.
 #[tokio::test]
 async fn a_vm_whose_descriptor_is_gone_is_adopted_by_the_headers_of_its_disks() {
