@@ -126,7 +126,7 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
         let image = here.counter_image().unwrap();
         let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
         let card = ["--nic", "user,forward=tcp:22"];
-        let tpm: &[&str] = if vm == "web" { &["--tpm"] } else { &[] };
+        let tpm: &[&str] = if ["web", "bare"].contains(&vm) { &["--tpm"] } else { &[] };
         here.vmseal(&[&create(vm, policy, &disk)[..], &card, tpm].concat()).unwrap();
         assert_eq!(here.boot_counter(vm).unwrap(), 1);
     }
@@ -214,6 +214,11 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     let said = here.refused(&by_header).unwrap();
     assert!(said.contains("cannot be adopted as things are: 1"), "{said}");
     here.vmseal(&[&by_header[..], &["--unauthenticated"]].concat()).unwrap();
+    // The header of a TPM's disk says what it is.
+    let shown = here.vm("bare").unwrap();
+    let names: Vec<_> = shown["disks"].as_array().unwrap().iter().map(|it| &it["name"]).collect();
+    assert_eq!(names, ["disk0", "tpm"]);
+    assert_eq!(shown["hardware"]["tpm"], true);
 
     let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
     for vm in ["web", "cold", "open"] {

@@ -12,12 +12,14 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use futures_util::StreamExt;
 use futures_util::stream;
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Adoption};
-use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
+use vmseal_api::cloud_init::CLOUD_INIT_DISK;
+use vmseal_api::datastore::{DatastoreContents, FoundImage, HeaderRole, ImageContent};
+use vmseal_api::hardware::{Firmware, Hardware, TPM_DISK, VARIABLES_DISK};
 use vmseal_api::host::descriptor::{self, DescribedDisk, DescribedSnapshot, VmDescriptor};
 use vmseal_api::host::survey::{FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{
-    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, Power, SnapshotSpec,
-    VmSpec,
+    DatastoreSpec, Device, DiskFacts, DiskRole, DiskSpec, DiskState, KeyReference, Power,
+    SnapshotSpec, VmSpec,
 };
 use vmseal_api::id::{DatastoreId, DiskId, PolicyId, ProviderId, VmId, check_name};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -212,14 +214,18 @@ async fn completed(
         }
         Some((provider, key_id)) => Some(KeyReference { provider, key_id, check: String::new() }),
     };
-    let disk = |(index, image): (usize, &HeaderDisk)| DescribedDisk {
+    let (hardware, uses) = match by_roles(&images) {
+        Ok(by_roles) => by_roles,
+        Err(why) => return unusable(why),
+    };
+    let disk = |(image, (name, role)): (&HeaderDisk, (String, DiskRole))| DescribedDisk {
         disk: image.disk,
-        name: format!("disk{index}"),
+        name,
         size: image.size,
         encrypted: matches!(image.facts, DiskFacts::Luks2 { .. }),
         file: Some(format!("{}.raw", image.disk)),
         datastore: None,
-        role: Default::default(),
+        role,
         allocation: Default::default(),
         limits: Default::default(),
         cache: None,
@@ -234,9 +240,8 @@ async fn completed(
         memory: None,
         policy: None,
         key,
-        // Headers do not say it.
-        hardware: Default::default(),
-        disks: images.iter().enumerate().map(disk).collect(),
+        hardware,
+        disks: images.iter().zip(uses).map(disk).collect(),
         nics: Vec::new(),
         snapshots: Vec::new(),
         about: Default::default(),
@@ -244,6 +249,40 @@ async fn completed(
     });
     let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
     Ok(FoundVm { vm, descriptor })
+}
+
+/// What the headers of a VM's disks say of its machine, and the name and role of each disk. Without a header that says so, a disk is
+/// data, there is no TPM, and the firmware is a BIOS.
+fn by_roles(images: &[HeaderDisk]) -> Result<(Hardware, Vec<(String, DiskRole)>), String> {
+    let mut hardware = Hardware::default();
+    let mut uses: Vec<(String, DiskRole)> = Vec::new();
+    let mut count = 0;
+    for image in images {
+        let (name, role) = match image.role {
+            HeaderRole::Data => {
+                count += 1;
+                (format!("disk{}", count - 1), DiskRole::Data)
+            }
+            HeaderRole::CloudInit => (CLOUD_INIT_DISK.to_owned(), DiskRole::CloudInit),
+            HeaderRole::UefiVariables => {
+                hardware.firmware = Firmware::Uefi;
+                (VARIABLES_DISK.to_owned(), DiskRole::UefiVariables)
+            }
+            HeaderRole::SecureBootVariables => {
+                hardware.firmware = Firmware::UefiSecureBoot;
+                (VARIABLES_DISK.to_owned(), DiskRole::UefiVariables)
+            }
+            HeaderRole::Tpm => {
+                hardware.tpm = true;
+                (TPM_DISK.to_owned(), DiskRole::Tpm)
+            }
+        };
+        if uses.iter().any(|(known, _)| *known == name) {
+            return Err(format!("the headers of two of its disks say '{name}', and a VM has one"));
+        }
+        uses.push((name, role));
+    }
+    Ok((hardware, uses))
 }
 
 /// What the datastore has of a VM of the inventory that is newer than what the inventory says of it, for people: disks that

@@ -170,8 +170,12 @@ mod tests {
         let mut file = open.open(home.image(disk)).unwrap();
         file.set_len(vmseal_luks::DATA_OFFSET + (1 << 20)).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
-        let identity =
-            vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = vmseal_luks::Identity {
+            disk: disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: Default::default(),
+        };
         let context = keys::context(spec.vm, key);
         vmseal_luks::create(&mut file, 1 << 20, &dek, kek, &context, identity).unwrap();
     }

@@ -1,7 +1,10 @@
 //! VMs that a lost inventory had are adopted; what is wrong with them, or was done to them, is refused and changes
 //! nothing.
 
+use std::collections::HashSet;
+
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
+use vmseal_api::hardware::Firmware;
 use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS};
 use vmseal_api::host::survey::FoundDescriptor;
 use vmseal_api::host::version::{ABOUT, DESCRIPTORS, USAGE};
@@ -12,7 +15,7 @@ use vmseal_secret::sealed_box::Recipient;
 
 use super::super::adopt_vm;
 use super::*;
-use crate::services::{Caller, adopt, set_vm};
+use crate::services::{Caller, Outcome, adopt, create_vm, set_vm};
 use crate::store::{keys, policies, vms};
 
 pub fn steps() -> Vec<&'static str> {
@@ -414,6 +417,42 @@ async fn a_vm_that_has_got_another_key_since_the_backup_gets_it_in_the_inventory
     assert_eq!(fixture.events("vm.key-adopted").await.len(), 1);
     let told = asked(&fixture, AdoptVms::default(), false).await;
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
+}
+
+/// The headers say which disks are a TPM's and a firmware's.
+#[tokio::test]
+async fn a_vm_that_is_known_by_its_headers_alone_has_its_tpm_and_its_firmware() {
+    for firmware in [Firmware::Uefi, Firmware::UefiSecureBoot] {
+        let fixture = Fixture::new().await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let mut create = super::tpm::request("encrypted");
+        create.hardware.firmware = firmware;
+        let begun = create_vm::create(&services, &me, create, false).await.unwrap();
+        let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+        let vm = fixture.task(task.id).await.operation.vm().unwrap();
+        assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+        let roles = async || {
+            let disks = fixture.disks(vm).await;
+            disks.iter().map(|disk| (disk.id, disk.name.clone(), disk.role)).collect::<HashSet<_>>()
+        };
+        let (before, hardware) = (roles().await, fixture.vm(vm).await.unwrap().hardware);
+        lose(&fixture, vm).await;
+        fixture.agent.lose_descriptors(vm);
+        let request = AdoptVms {
+            rename: vec![Rename { vm: vm.to_string(), name: "again".to_owned() }],
+            vcpus: Some(1),
+            memory: Some(64 << 20),
+            policy: Some("encrypted".to_owned()),
+            unauthenticated: true,
+            ..AdoptVms::default()
+        };
+        let told = asked(&fixture, request, false).await;
+        let ended = fixture.ended(told[0].task.unwrap_or_else(|| panic!("{told:?}"))).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        assert_eq!(fixture.vm(vm).await.unwrap().hardware, hardware);
+        assert_eq!(roles().await, before, "{firmware:?}");
+    }
 }
 
 /// Its descriptor says what the inventory does, as an earlier vmseal has overwritten it, and the headers name another key.
