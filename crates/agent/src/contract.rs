@@ -184,6 +184,7 @@ impl Session {
             ],
             snapshots: Vec::new(),
             images: None,
+            about: None,
         };
         Self { fixture, place, second: DatastoreId::new(), kek, spec, key_box }
     }

@@ -198,6 +198,7 @@ fn spec(vm: VmId) -> VmSpec {
         devices: vec![],
         snapshots: Vec::new(),
         images: None,
+        about: None,
     }
 }
 

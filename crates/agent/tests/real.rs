@@ -253,6 +253,7 @@ async fn made_with(bench: &Bench, agent: &dyn HostAgent, replica: Option<Replica
         devices: vec![Device::Disk(disk)],
         snapshots: Vec::new(),
         images: None,
+        about: None,
     };
     let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
     agent.probe_datastore(place).await.unwrap();

@@ -34,6 +34,7 @@ use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, g
 use crate::filter::log_level;
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
+use crate::storage::facts::{role_of, told_role};
 use crate::storage::image::Image;
 use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
@@ -192,6 +193,7 @@ impl Inside {
                         disk: *disk,
                         provider: key.provider,
                         key_id: key.key_id.clone(),
+                        role: it.role,
                     };
                     ImageContent::Vmseal { claims: keys.iter().map(claim).collect() }
                 }
@@ -304,6 +306,7 @@ impl Inside {
     pub(super) fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
         let known = self.known(vm)?;
         let spec = rules::find_disk(&known.spec, disk)?.clone();
+        let role = told_role(role_of(&known.spec, &spec));
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
         let check = reference.map(|reference| reference.check.clone());
         let keys = reference.cloned().into_iter().collect();
@@ -329,7 +332,8 @@ impl Inside {
         };
         let length = spec.size + offset;
         let (written, shared) = (facts.clone(), false);
-        let made = SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
+        let made =
+            SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, role, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }

@@ -41,6 +41,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
+use vmseal_api::datastore::HeaderRole;
 use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
@@ -99,6 +100,8 @@ pub struct SimulatedDisk {
     pub keys: Vec<KeyReference>,
     /// Whether its header says that others may have its data key.
     pub shared: bool,
+    /// What its header says that it is for.
+    pub role: HeaderRole,
     /// The length of its image, in bytes.
     pub length: u64,
 }

@@ -90,6 +90,7 @@ enum Event {
     ShutdownTimedOut,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
+    Described,
     Care,
 }
 
@@ -134,6 +135,9 @@ pub struct Owner {
     nics_before: Vec<NicState>,
     /// The writing of its descriptors.
     describing: Option<JoinHandle<()>>,
+    /// Why its descriptors are left as they are: its disks have another key than it is registered with.
+    other_key: watch::Receiver<Option<String>>,
+    tell_other_key: watch::Sender<Option<String>>,
     /// Whether the memory of its guest is saved, while it is off.
     suspended: bool,
     /// Why the last attempt to suspend it failed.
@@ -175,6 +179,7 @@ impl Owner {
             }
             _ => Vec::new(),
         };
+        let (tell_other_key, other_key) = watch::channel(None);
         Self {
             shared,
             spec,
@@ -200,6 +205,8 @@ impl Owner {
             serves_sizes: false,
             nics_before,
             describing: None,
+            other_key,
+            tell_other_key,
             suspended,
             not_suspended: None,
             rate_at_rest: None,
@@ -227,6 +234,7 @@ impl Owner {
                 event = next(&mut self.state) => event,
                 (disk, report) = self.workers.next() => Event::Disk(disk, report),
                 result = changed(&mut self.changing_keys) => Event::KeysChanged(result),
+                Ok(()) = self.other_key.changed() => Event::Described,
                 _ = care.tick() => Event::Care,
             };
             match event {
@@ -316,7 +324,8 @@ impl Owner {
             }
             State::Off | State::Starting { .. } => None,
         };
-        known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics()).collect()
+        let known = known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics());
+        known.chain(self.notice_of_key()).collect()
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
@@ -444,6 +453,7 @@ impl Owner {
                 }
                 self.ask_for_addresses();
                 self.restarts.forget(Instant::now().into_std());
+                self.describe_if_left();
                 self.serve_again();
                 self.note_missing_devices().await;
                 self.let_go_of_copies().await;
@@ -454,7 +464,8 @@ impl Owner {
                 self.go_on_with_merges().await;
                 self.dump_waiting_panic().await;
             }
-            Event::Call(_) => {}
+            // Nothing but its notice is new.
+            Event::Described | Event::Call(_) => {}
         }
     }
 

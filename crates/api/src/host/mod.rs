@@ -72,6 +72,7 @@
 //! Server and agent may be of different versions of vmseal: [`version`] says how they agree on a version of
 //! this contract, and how an older one handles values that it does not know.
 
+pub mod about;
 #[cfg(feature = "client")]
 mod agent;
 pub mod backup;
@@ -92,6 +93,7 @@ mod vm;
 
 use std::time::Duration;
 
+pub use self::about::AboutVm;
 pub use self::change::VmChange;
 pub use self::description::HostDescription;
 pub use self::disk::{

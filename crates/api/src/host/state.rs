@@ -188,6 +188,8 @@ pub enum Power {
     Suspended,
     /// It is between two hosts and its guest stands still: its memory is at the other host, or has come from there.
     Migrating,
+    /// Its disks have another key than it is registered with; its descriptors stay as they are.
+    KeyDiffers,
     /// Something that a newer agent says and this side does not know: it is not off.
     #[serde(other)]
     Unknown,

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 72] = [
+pub const FEATURES: [&str; 73] = [
     "job-create",
     "job-export",
     NICS,
@@ -97,6 +97,7 @@ pub const FEATURES: [&str; 72] = [
     EXPOSE_KEPT,
     MEASURE_MEDIUM,
     SUSPENDED_SNAPSHOTS,
+    ABOUT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -313,6 +314,9 @@ pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";
+
+/// The feature of agents that put what users say of a VM into its descriptors.
+pub const ABOUT: &str = "about-vms";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

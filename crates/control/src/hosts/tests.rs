@@ -152,6 +152,7 @@ async fn vms_that_the_inventory_does_not_have_are_unregistered() {
         devices: Vec::new(),
         snapshots: Vec::new(),
         images: None,
+        about: None,
     };
     let ghost = spec.vm;
     fixture.agent.register_vm(spec).await.unwrap();
