@@ -11,7 +11,7 @@ use super::tools;
 /// as many for one of them.
 const BYTES_IN_FLIGHT: u64 = 128 << 20;
 
-/// The text of a client's `ceph.conf`: what `vmseal-rbd` tells the library, but for [`BYTES_IN_FLIGHT`].
+/// The text of a client's `ceph.conf`: what `vmseal-rbd` tells the library, but for the bytes in flight.
 #[must_use]
 pub fn configuration(pool: &RbdPool) -> String {
     let keyring: String =
