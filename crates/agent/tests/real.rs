@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
 use vmseal_agent::contract::{self, BANNER, Fixture, write_image};
-use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{
     Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
     DiskToCreate, HostAgent, ImageSource, JobSpec, JobState, NoticeCode, Power, PowerOff,
@@ -70,6 +70,7 @@ impl Bench {
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
             filter_restart_timeout,
+            disk_stall: DISK_STALL,
             migration_listen: Some(([127, 0, 0, 1], 0).into()),
             place_memory: true,
         };
@@ -611,6 +612,7 @@ async fn a_half_started_vm_is_swept_and_two_agents_cannot_work_in_one_place() {
         accelerator: AcceleratorChoice::Tcg,
         hardening: None,
         filter_restart_timeout: FILTER_RESTART_TIMEOUT,
+        disk_stall: DISK_STALL,
         migration_listen: Some(([127, 0, 0, 1], 0).into()),
         place_memory: true,
     });

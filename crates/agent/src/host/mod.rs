@@ -99,6 +99,8 @@ pub struct AgentOptions {
     pub hardening: Option<Hardening>,
     /// How long starting another filter for a running VM is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
+    /// How long a request of a guest may wait for storage before that is reported.
+    pub disk_stall: Duration,
     /// Where other hosts connect to send running VMs; none where this one receives none.
     pub migration_listen: Option<SocketAddr>,
     /// Whether the agent places the memory of VMs that it receives itself.
@@ -206,6 +208,7 @@ impl RealHost {
             swtpm: Swtpm::of(options.swtpm),
             accelerator,
             filter_restart_timeout: options.filter_restart_timeout,
+            disk_stall: options.disk_stall,
             signer: OnceLock::new(),
             migrations,
             place_memory: options.place_memory,

@@ -48,7 +48,8 @@ use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
-    KeyReference, NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
+    KeyReference, NicSpec, NicState, Notice, NoticeCode, Power, StopReason, Stopped, VmSpec,
+    VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, SnapshotId, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
@@ -539,6 +540,15 @@ impl SimulatedHost {
         let mut inside = self.inside();
         if let Some(known) = inside.agent.vms.get_mut(&vm) {
             known.notices.push(notice);
+            inside.agent.publish(vm);
+        }
+    }
+
+    /// Takes the notices of this kind from a VM.
+    pub fn withdraw(&self, vm: VmId, code: NoticeCode) {
+        let mut inside = self.inside();
+        if let Some(known) = inside.agent.vms.get_mut(&vm) {
+            known.notices.retain(|notice| notice.code != code);
             inside.agent.publish(vm);
         }
     }

@@ -57,6 +57,7 @@ use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
 use super::service::{Attempt, Service, ServiceEvent};
+use super::stalled::Stalled;
 use super::workers::Workers;
 use super::{Call, Initial, Request, Shared, convergence::Convergence, images, internal};
 use crate::filter;
@@ -125,6 +126,8 @@ pub struct Owner {
     header_notices: Vec<Notice>,
     /// Notices from the filter, while it runs.
     troubles: Vec<Notice>,
+    /// The disks whose storage ends nothing, as of the last check.
+    stalled: Stalled,
     /// Images whose names do not lead to the files that the VM uses or used; kept until the next start.
     exchanged: Vec<Notice>,
     /// The filters that have died under the running guest.
@@ -200,6 +203,7 @@ impl Owner {
             request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
+            stalled: Stalled::default(),
             exchanged: Vec::new(),
             restarts,
             serves_sizes: false,
@@ -448,7 +452,8 @@ impl Owner {
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
-                    self.troubles = running.look_after(&self.spec).await;
+                    let stalled = (&mut self.stalled, self.shared.disk_stall);
+                    self.troubles = running.look_after(&self.spec, stalled).await;
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.ask_for_addresses();

@@ -291,6 +291,8 @@ pub enum NoticeCode {
     ImageExchanged,
     /// A disk answers errors.
     DiskErrors,
+    /// A disk's datastore does not end what the guest asks; the guest waits.
+    DiskStalled,
     /// A disk's second copy is not kept up, or cannot be.
     ReplicaBehind,
     /// The VM's filter process died; its guest waits for another one.

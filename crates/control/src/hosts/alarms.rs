@@ -116,6 +116,7 @@ fn of_vm(
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
         ("image-exchanged", NoticeCode::ImageExchanged),
         ("disk-errors", NoticeCode::DiskErrors),
+        ("disk-stalled", NoticeCode::DiskStalled),
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
