@@ -675,6 +675,13 @@ pub struct Import {
     /// The datastore for the disks of the libvirt domain
     #[arg(long, value_name = "NAME", requires = "libvirt")]
     pub datastore: Option<String>,
+    /// What a network of the libvirt domain becomes: `NETWORK:bridge=NAME`, `NETWORK:tap=NAME` or
+    /// `NETWORK:user[,forward=FORWARD]`, such as default:bridge=virbr0; may be repeated
+    #[arg(long = "network", value_name = "IN:OUT", requires = "libvirt")]
+    pub networks: Vec<String>,
+    /// The host's bridge in place of a bridge of the libvirt domain's, such as br0:br1; may be repeated
+    #[arg(long = "bridge", value_name = "IN:OUT", requires = "libvirt")]
+    pub bridges: Vec<String>,
     #[command(flatten)]
     pub dry_run: DryRun,
     #[command(flatten)]

@@ -1,7 +1,5 @@
 //! Import of VMs from images, or from a libvirt domain.
 
-use std::path::Path;
-
 use vmseal_api::boot::BootDevice;
 use vmseal_api::client::ServerClient;
 use vmseal_api::hardware::Hardware;
@@ -23,7 +21,9 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     let mut request = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
-            let mut request = from_domain(file, &datastore, options.policy)?;
+            let networks = libvirt::Networks::parse(&options.networks, &options.bridges)?;
+            let domain = libvirt::read(file, &networks)?;
+            let mut request = from_domain(domain, &datastore, options.policy)?;
             request.name = options.name.unwrap_or(request.name);
             request.vcpus = vcpus.unwrap_or(request.vcpus);
             request.memory = memory.unwrap_or(request.memory);
@@ -98,8 +98,11 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 }
 
 /// The request for a VM like the domain; reports what is not imported.
-fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
-    let domain = libvirt::read(file)?;
+fn from_domain(
+    domain: libvirt::Domain,
+    datastore: &str,
+    policy: String,
+) -> anyhow::Result<CreateVm> {
     for warning in &domain.warnings {
         print::say(format_args!("not imported: {warning}"));
     }
