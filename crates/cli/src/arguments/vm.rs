@@ -682,6 +682,13 @@ pub struct Import {
     /// The host's bridge in place of a bridge of the libvirt domain's, such as br0:br1; may be repeated
     #[arg(long = "bridge", value_name = "IN:OUT", requires = "libvirt")]
     pub bridges: Vec<String>,
+    /// The file with the variables of the UEFI firmware, in a transfer directory of the host: raw, of OVMF's 4M build
+    /// [default: the libvirt domain's <nvram>]
+    #[arg(long, value_name = "FILE")]
+    pub nvram: Option<PathBuf>,
+    /// Begin with new variables of the UEFI firmware; those of the libvirt domain, with its boot entries, are not taken
+    #[arg(long, requires = "libvirt", conflicts_with = "nvram")]
+    pub reset_nvram: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
     #[command(flatten)]

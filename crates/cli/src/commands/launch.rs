@@ -74,6 +74,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         labels: Default::default(),
         autostart: false,
         cloud_init,
+        uefi_variables: None,
     };
     if options.dry_run.dry_run {
         let mut plan = server.try_post("vms", &request).await?;

@@ -7,6 +7,7 @@ mod node;
 mod read;
 mod write;
 
+pub use machine::Variables;
 pub use networks::Networks;
 pub use read::{Disk, Domain, networks_in, read};
 pub use write::domain;

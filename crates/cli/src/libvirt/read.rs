@@ -13,7 +13,7 @@ use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
 use super::interfaces;
-use super::machine::machine;
+use super::machine::{Variables, machine, variables};
 use super::networks::{self, Networks};
 use super::node::{child, text_of, unknown};
 
@@ -41,6 +41,8 @@ pub struct Domain {
     pub nics: Vec<CreateNic>,
     /// Firmware, processor model, kind of memory, TPM, CD-ROM drive, and what it starts from.
     pub hardware: Hardware,
+    /// Where the variables of its firmware are; none where that has none.
+    pub variables: Option<Variables>,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -177,7 +179,8 @@ fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
     let memory = memory.context("it has too much memory")?;
     let nics = interfaces::nics(devices, mapped, &mut warnings)?;
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, nics, hardware, warnings })
+    let variables = variables(os);
+    Ok(Domain { name, vcpus, memory, disks, nics, hardware, variables, warnings })
 }
 
 /// Checks that such a system can run.
@@ -370,7 +373,6 @@ mod tests {
             "its model, none",
             "1 devices of the host",
             "what the TPM keeps",
-            "UEFI",
             "<cputune>",
             "read-only",
             "graphics",
@@ -384,7 +386,7 @@ mod tests {
             boot: vec![BootDevice::Disk, BootDevice::Network],
             ..Hardware::default()
         };
-        assert_eq!(domain.hardware, machine);
+        assert_eq!((domain.hardware, domain.variables), (machine, Some(Variables::Unknown)));
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
     }

@@ -75,7 +75,7 @@ pub async fn add_disk(
         // No transaction is held during a call to a host.
         drop(write);
         let (spec, source) = (crate::hosts::spec_of_disk(&disk), disk.image.clone());
-        agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
+        agent.examine_disk(NewDisk { disk: spec.clone(), source, firmware: None }).await?;
         let change = VmChange::AddDisk { disk: Box::new(spec) };
         let mut plan = super::vms::plan(&task, &vm);
         let in_the_clear = in_the_clear(&policy, &disk);
