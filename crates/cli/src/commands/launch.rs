@@ -48,6 +48,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         && options.image == Path::new(DEBIAN)
     {
         require_firmware(file, hardware.firmware)?;
+        image::say_if_old(file, image::REBUILD);
     }
     let is_there = image.is_some();
     let (image, format) = image.unzip();
