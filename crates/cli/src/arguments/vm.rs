@@ -683,7 +683,7 @@ pub struct Import {
     #[arg(long = "bridge", value_name = "IN:OUT", requires = "libvirt")]
     pub bridges: Vec<String>,
     /// The file with the variables of the UEFI firmware, in a transfer directory of the host: raw, of OVMF's 4M build
-    /// [default: the libvirt domain's <nvram>]
+    /// [default: the libvirt domain's `<nvram>`]
     #[arg(long, value_name = "FILE")]
     pub nvram: Option<PathBuf>,
     /// Begin with new variables of the UEFI firmware; those of the libvirt domain, with its boot entries, are not taken
