@@ -372,6 +372,7 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
             format: ImageFormat::Raw,
             force: false,
         }),
+        firmware: None,
     };
     let disk = new(&session.place, Some(&session.fixture.image));
     done(agent.examine_disk(disk).await, "examining a disk that can be created");

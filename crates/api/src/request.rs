@@ -261,6 +261,12 @@ pub struct CreateVm {
     /// on the datastore of the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+    /// A file on the host, by absolute path, whose variables of UEFI the VM begins with; none is what the host's firmware begins
+    /// with. It is raw, of OVMF's "4M" build (528 KiB), and has keys of secure boot if the VM's firmware is that with secure boot,
+    /// and else none.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uefi_variables: Option<PathBuf>,
 }
 
 /// Changes a VM. What is not given stays as it is.

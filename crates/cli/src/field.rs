@@ -41,6 +41,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("size", &["size", "disk_size"]),
     ("timeout_seconds", &["grace_period"]),
     ("to", &["to", "decrypt_to"]),
+    ("uefi_variables", &["nvram"]),
 ];
 
 /// Fields with passphrases, the ids of their options, and what they are called where they were asked for.
@@ -354,6 +355,11 @@ mod tests {
         ("to", EXPORT, "--to"),
         ("to", "vmseal vm dump web --decrypt-to f", "--decrypt-to"),
         ("token", "vmseal remote add r https://h:1", "--remote-token-file"),
+        (
+            "uefi_variables",
+            "vmseal vm import --libvirt f --policy p --datastore d --nvram /f",
+            "--nvram",
+        ),
         ("url", "vmseal remote add r https://h:1", "URL"),
         ("vcpus", CREATE, "--vcpus"),
         ("vms", "vmseal datastore adopt d --vm a", "--vm"),

@@ -69,6 +69,7 @@ use crate::storage::remount;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 use crate::timed;
 use crate::vm::state_store::StateStore;
 use crate::vm::vms::Vms;
@@ -366,8 +367,13 @@ impl HostAgent for RealHost {
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
-    async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
-        disk::examine(disk, source, &self.shared.transfer).await
+    async fn examine_disk(&self, new_disk: NewDisk) -> Result<(), Problem> {
+        let (transfer, taken) = (&self.shared.transfer, new_disk.taken_variables());
+        if let Some((path, firmware)) = taken {
+            variables::take(path.to_owned(), firmware, transfer).await?;
+            return disk::examine(new_disk.disk, None, transfer).await;
+        }
+        disk::examine(new_disk.disk, new_disk.source, transfer).await
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {

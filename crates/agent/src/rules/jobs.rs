@@ -8,7 +8,7 @@ use vmseal_api::host::{
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::ExportFormat;
+use vmseal_api::transfer::{ExportFormat, ImageFormat};
 use vmseal_seal::wire::STREAMS_MAX;
 
 use super::exclusion::Action;
@@ -435,9 +435,13 @@ fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static s
         (DiskRole::CloudInit, Some(_), None)
         | (DiskRole::Data, None, _)
         | (DiskRole::UefiVariables | DiskRole::Tpm, None, None) => Ok(()),
+        (DiskRole::UefiVariables, None, Some(source)) => match source.format {
+            ImageFormat::Raw => Ok(()),
+            ImageFormat::Qcow2 => Err("is not needed, and variables of firmware are taken raw"),
+        },
         (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
         (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
-        (DiskRole::UefiVariables | DiskRole::Tpm, None, Some(_)) => {
+        (DiskRole::Tpm, None, Some(_)) => {
             Err("is not needed, nor is an image: the host has what it begins with")
         }
         (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {

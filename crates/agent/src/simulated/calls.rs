@@ -39,6 +39,7 @@ use crate::storage::image::Image;
 use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 
 /// Work that continues after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
@@ -141,12 +142,15 @@ impl Inside {
         Ok(self.usage())
     }
 
-    fn examine_disk(&self, NewDisk { disk, source }: &NewDisk) -> Result<(), Problem> {
+    fn examine_disk(&self, new_disk: &NewDisk) -> Result<(), Problem> {
+        let NewDisk { disk, source, .. } = new_disk;
         self.check_place(&disk.datastore)?;
         if let Some(replica) = &disk.replica {
             self.check_place(&replica.datastore)?;
         }
-        if let Some(source) = source {
+        if let Some((path, firmware)) = new_disk.taken_variables() {
+            variables::read(path, firmware, &TransferDirectories::anywhere())?;
+        } else if let Some(source) = source {
             Image::open(source, disk, &TransferDirectories::anywhere())?;
         }
         if disk.allocation == Allocation::Preallocated && (self.full || disk.size > CAPACITY) {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState, Power, SendJob};
+use vmseal_api::host::{DiskRole, ExportJob, JobKind, JobSpec, JobState, Power, SendJob};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -15,6 +15,7 @@ use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 
 /// The exported files on the host.
 #[derive(Default)]
@@ -367,7 +368,13 @@ fn wrong_source(spec: &vmseal_api::host::VmSpec, job: &JobSpec) -> Option<(DiskI
     let JobSpec::Create(create) = job else { return None };
     create.disks.iter().find_map(|wanted| {
         let (source, disk) = (wanted.source.as_ref()?, spec.disk(wanted.disk)?);
-        let problem = Image::open(source, disk, &TransferDirectories::anywhere()).err()?;
+        let anywhere = TransferDirectories::anywhere();
+        let problem = match disk.role {
+            DiskRole::UefiVariables => {
+                variables::read(&source.path, spec.hardware.firmware, &anywhere).err()?
+            }
+            _ => Image::open(source, disk, &anywhere).err()?,
+        };
         Some((disk.disk, problem))
     })
 }

@@ -58,3 +58,4 @@ pub(crate) mod tpm_disk;
 pub(crate) mod tpm_handover;
 pub(crate) mod tpm_state;
 pub(crate) mod transfer;
+pub(crate) mod variables;

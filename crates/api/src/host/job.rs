@@ -87,7 +87,8 @@ pub struct CreateJob {
 pub struct DiskToCreate {
     /// The disk.
     pub disk: DiskId,
-    /// The image to fill it from; none leaves it empty. The agent has what the firmware's variables begin with.
+    /// The image to fill it from; none leaves it empty. The agent has what the firmware's variables begin with; those of a raw
+    /// image are taken in their place by agents with the feature [`TAKE_VARIABLES`](super::version::TAKE_VARIABLES).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ImageSource>,
     /// The documents of a disk for cloud-init, packed ([`crate::cloud_init::Documents::packed`]) and sealed to the

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 73] = [
+pub const FEATURES: [&str; 74] = [
     "job-create",
     "job-export",
     NICS,
@@ -98,6 +98,7 @@ pub const FEATURES: [&str; 73] = [
     MEASURE_MEDIUM,
     SUSPENDED_SNAPSHOTS,
     ABOUT,
+    TAKE_VARIABLES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -317,6 +318,9 @@ pub const IMAGE_LAYOUTS: &str = "image-layouts";
 
 /// The feature of agents that put what users say of a VM into its descriptors.
 pub const ABOUT: &str = "about-vms";
+
+/// The feature of agents that fill the disk with a firmware's variables from a file of the host's.
+pub const TAKE_VARIABLES: &str = "take-uefi-variables";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -675,6 +675,20 @@ pub struct Import {
     /// The datastore for the disks of the libvirt domain
     #[arg(long, value_name = "NAME", requires = "libvirt")]
     pub datastore: Option<String>,
+    /// What a network of the libvirt domain becomes: `NETWORK:bridge=NAME`, `NETWORK:tap=NAME` or
+    /// `NETWORK:user[,forward=FORWARD]`, such as default:bridge=virbr0; may be repeated
+    #[arg(long = "network", value_name = "IN:OUT", requires = "libvirt")]
+    pub networks: Vec<String>,
+    /// The host's bridge in place of a bridge of the libvirt domain's, such as br0:br1; may be repeated
+    #[arg(long = "bridge", value_name = "IN:OUT", requires = "libvirt")]
+    pub bridges: Vec<String>,
+    /// The file with the variables of the UEFI firmware, in a transfer directory of the host: raw, of OVMF's 4M build
+    /// [default: the libvirt domain's `<nvram>`]
+    #[arg(long, value_name = "FILE")]
+    pub nvram: Option<PathBuf>,
+    /// Begin with new variables of the UEFI firmware; those of the libvirt domain, with its boot entries, are not taken
+    #[arg(long, requires = "libvirt", conflicts_with = "nvram")]
+    pub reset_nvram: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
     #[command(flatten)]

@@ -205,7 +205,10 @@ impl Owner {
                 DiskRole::Tpm => Some(Source::Tpm(self.shared.swtpm.clone())),
                 DiskRole::UefiVariables => {
                     let firmware = self.spec.hardware.firmware;
-                    Some(Source::Variables(self.shared.firmware.clone(), firmware))
+                    Some(match wanted.source.clone() {
+                        Some(source) => Source::TakenVariables(source, firmware),
+                        None => Source::Variables(self.shared.firmware.clone(), firmware),
+                    })
                 }
             };
             let kek = if disk.encrypted { self.clone_kek()? } else { None };

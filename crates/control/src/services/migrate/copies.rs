@@ -384,6 +384,7 @@ mod tests {
             nics: Vec::new(),
             hardware: Hardware { tpm: true, firmware: Firmware::Uefi, ..Hardware::default() },
             cloud_init: None,
+            uefi_variables: None,
         };
         let caller = Caller::administrator("me");
         let Ok(Outcome::Done(task)) = create(&services, &caller, request, false).await else {
