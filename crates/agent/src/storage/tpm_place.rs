@@ -14,6 +14,7 @@
 //!
 //! swtpm has its directory as a descriptor, and does not notice that it is renamed.
 
+use std::io;
 use std::path::PathBuf;
 
 use vmseal_api::atomic_file;
@@ -34,13 +35,24 @@ use crate::storage::tpm_state;
 /// Those of the lease, and of the file system.
 pub fn of(spec: &VmSpec, disk: &DiskSpec) -> Result<PathBuf, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
-    let arriving = home.arriving_tpms(disk.disk)?;
-    if arriving.is_empty() {
-        return Ok(home.tpm_state(disk.disk));
+    let arrived = named(&home, disk, lease::tpm(spec)?)?;
+    Ok(arrived.unwrap_or_else(|| home.tpm_state(disk.disk)))
+}
+
+/// The directory that the lease names, if it is still there. It is looked for by its name, which no host has asked for before it was made: what a
+/// client of NFS remembers of the home may be older.
+fn named(
+    home: &Home,
+    disk: &DiskSpec,
+    tpm: Option<MigrationId>,
+) -> Result<Option<PathBuf>, Problem> {
+    let Some(migration) = tpm else { return Ok(None) };
+    let path = home.arriving_tpm(disk.disk, migration);
+    match path.symlink_metadata() {
+        Ok(_) => Ok(Some(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(&path, "looked at", &error)),
     }
-    let named = lease::tpm(spec)?;
-    let arrived = arriving.into_iter().find(|(migration, _)| Some(*migration) == named);
-    Ok(arrived.map_or_else(|| home.tpm_state(disk.disk), |(_, path)| path))
 }
 
 /// Has it be in the directory that is named after the disk alone, and removes debris. The caller has the lock of the disk's image against
@@ -50,16 +62,7 @@ pub fn of(spec: &VmSpec, disk: &DiskSpec) -> Result<PathBuf, Problem> {
 /// As [`of`]; what the TPM keeps is whole, and found by that.
 pub fn settle(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
-    let arriving = home.arriving_tpms(disk.disk)?;
-    if arriving.is_empty() {
-        return Ok(());
-    }
-    let named = lease::tpm(spec)?;
-    for (migration, path) in arriving {
-        if Some(migration) != named {
-            tpm_state::remove(&path)?;
-            continue;
-        }
+    if let Some(path) = named(&home, disk, lease::tpm(spec)?)? {
         let kept = home.tpm_state(disk.disk);
         // As long as the other one is there, that is what the TPM keeps, whatever is left of this.
         tpm_state::remove(&kept)?;
@@ -67,7 +70,7 @@ pub fn settle(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
             .and_then(|()| atomic_file::flush_directory_of(&kept))
             .map_err(|error| failed(&path, "renamed", &error))?;
     }
-    Ok(())
+    drop_debris(spec, disk)
 }
 
 /// The same of a VM that is off, with the lock of the disk's image where there is something to do. Blocks.
@@ -88,7 +91,8 @@ pub fn settle_arrived(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
 
 fn settle_with(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
-    if home.arriving_tpms(disk.disk)?.is_empty() {
+    let named = named(&home, disk, lease::tpm(spec)?)?;
+    if named.is_none() && home.arriving_tpms(disk.disk)?.is_empty() {
         return Ok(());
     }
     // The lock of a reader keeps the starts of other hosts' TPMs out meanwhile, too.
@@ -106,7 +110,7 @@ pub fn before_sent(spec: &VmSpec, disk: &DiskSpec, received: Option<u64>) -> Res
     let image = home.image(disk.disk);
     match open_locked(&image, Access::Read) {
         Err(problem) if problem.code == ErrorCode::InUse => {
-            let what = "has a TPM that an earlier version of vmseal has started, whose disk no other host can have beside this one. Name a datastore of that host which this one does not have (--datastore), for a copy of it; or stop the VM and start it again first";
+            let what = "has a TPM that an earlier version of vmseal has started, whose disk no other host can have beside this one. Stop the VM and start it again first; or, where that host has the datastores of all disks, name another one of its datastores for a copy (--datastore)";
             return Err(rules::wrong_state(spec, what));
         }
         other => drop(other?),
