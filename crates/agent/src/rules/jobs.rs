@@ -170,14 +170,6 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     if begin.at_rest {
         check_send_at_rest(spec, job, &begin.session)?;
     }
-    let stays = |disk: &&DiskSpec| disk.role == DiskRole::Tpm && !job.copies.contains(&disk.disk);
-    if let Some(disk) = spec.disks().find(stays) {
-        let what = format!(
-            "has a TPM, and what that keeps moves only with a copy of its disk '{}', to another datastore",
-            disk.name
-        );
-        return Err(wrong_state(spec, &what));
-    }
     if let Some(disk) = spec.disks().find(|disk| disk.replica.is_some()) {
         let what = format!(
             "has a replica of its disk '{}', which would stay behind. Stop it first",

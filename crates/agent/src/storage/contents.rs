@@ -301,11 +301,14 @@ fn ours(place: &Path) -> bool {
 /// Whether it is in the directory of what a TPM keeps.
 fn of_tpm(place: &Path) -> bool {
     let directory = place.parent();
-    let disk = directory.and_then(Path::file_name).and_then(OsStr::to_str);
-    let disk = disk.and_then(|name| TPM.iter().find_map(|end| name.strip_suffix(*end)));
+    let name = directory.and_then(Path::file_name).and_then(OsStr::to_str);
     let home = directory.and_then(Path::parent).and_then(Path::to_str);
-    disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
-        && home.is_some_and(|home| home.parse::<VmId>().is_ok())
+    let is_of_tpm = |name: &str| {
+        let disk = TPM.iter().find_map(|end| name.strip_suffix(*end));
+        disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
+            || home::of_arriving_tpm(name).is_some()
+    };
+    name.is_some_and(is_of_tpm) && home.is_some_and(|home| home.parse::<VmId>().is_ok())
 }
 
 /// Reads the head of a file; none when it is not a regular file after all.
@@ -424,6 +427,9 @@ mod tests {
         File::create(home.join(format!("{disk}.tpm/tpm2-00.permall"))).unwrap();
         std::fs::create_dir(home.join(format!("{disk}.source-tpm"))).unwrap();
         File::create(home.join(format!("{disk}.source-tpm/tpm2-00.permall"))).unwrap();
+        let arriving = home.join(format!("{disk}.tpm-{}", vmseal_api::id::MigrationId::new()));
+        std::fs::create_dir(&arriving).unwrap();
+        File::create(arriving.join("tpm2-00.permall")).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);

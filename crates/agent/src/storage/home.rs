@@ -8,6 +8,7 @@
 //! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may lack ([`crate::storage::replica`])
 //! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
 //! <datastore>/<vm id>/<disk id>.tpm/          what the VM's TPM keeps ([`crate::storage::tpm_state`])
+//! <datastore>/<vm id>/<disk id>.tpm-<migration id>/  the same of a guest that comes from another host ([`crate::storage::tpm_place`])
 //! <datastore>/<vm id>/<disk id>.copy-tpm/     the same, to take its place with the disk's copy ([`crate::storage::mirror::tpm`])
 //! <datastore>/<vm id>/<disk id>.source-tpm/   what it was before
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
@@ -61,7 +62,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, MigrationId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
@@ -144,6 +145,13 @@ impl Note {
 #[must_use]
 pub fn is_base(rest: &str) -> bool {
     rest == "base" || rest.strip_prefix("base-").is_some_and(|at| at.parse::<usize>().is_ok())
+}
+
+/// Whose name it is, where it is that of what the TPM keeps of a guest that comes from another host ([`Home::arriving_tpm`]).
+#[must_use]
+pub fn of_arriving_tpm(name: &str) -> Option<(DiskId, MigrationId)> {
+    let (disk, migration) = name.split_once(".tpm-")?;
+    Some((disk.parse().ok()?, migration.parse().ok()?))
 }
 
 /// Whether the import has a note that is not too old.
@@ -557,7 +565,9 @@ impl Home {
         self.remove_note(&self.source_layers_note(disk))?;
         self.remove_note(&self.merge_lock(disk))?;
         remove_state_of_none(&self.image(disk))?;
-        for path in [self.copy_tpm(disk), self.unfinished_tpm(disk), self.source_tpm(disk)] {
+        let arriving = self.arriving_tpms(disk)?.into_iter().map(|(_, path)| path);
+        let copies = [self.copy_tpm(disk), self.unfinished_tpm(disk), self.source_tpm(disk)];
+        for path in copies.into_iter().chain(arriving) {
             tpm_state::remove(&path)?;
         }
         self.discard(disk)

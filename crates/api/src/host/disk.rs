@@ -75,13 +75,6 @@ impl DiskRole {
         *self == Self::Data
     }
 
-    /// Whether a running VM takes it along to another host only as a copy, also where that host has its datastore: the TPMs of both
-    /// hosts write what they keep until the guest has moved.
-    #[must_use]
-    pub fn moves_only_as_copy(self) -> bool {
-        self == Self::Tpm
-    }
-
     /// How it is connected to the guest.
     #[must_use]
     pub fn attachment(self) -> Attachment {

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 74] = [
+pub const FEATURES: [&str; 75] = [
     "job-create",
     "job-export",
     NICS,
@@ -99,6 +99,7 @@ pub const FEATURES: [&str; 74] = [
     SUSPENDED_SNAPSHOTS,
     ABOUT,
     TAKE_VARIABLES,
+    MIGRATE_SHARED_TPM,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -279,6 +280,9 @@ pub const MIGRATE_SUSPENDED: &str = "job-migrate-suspended";
 /// The feature of agents that send and receive what the TPM of a VM keeps which is off or suspended, between hosts that have different keys
 /// of the VM.
 pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
+
+/// The feature of agents that leave what the TPM of a VM keeps which runs on the datastore that both hosts have.
+pub const MIGRATE_SHARED_TPM: &str = "job-migrate-shared-tpm";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";

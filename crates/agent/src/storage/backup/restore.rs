@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::atomic_file;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{DiskSpec, KeyReference, RestoredFrom, VmSpec};
+use vmseal_api::host::{DiskRole, DiskSpec, KeyReference, RestoredFrom, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
@@ -38,7 +38,7 @@ use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
 use crate::storage::replica;
-use crate::storage::tpm_state;
+use crate::storage::{tpm_place, tpm_state};
 
 /// How much of a header is overwritten at a time, in bytes: few calls, and little memory.
 const WIPED_AT_ONCE: usize = 1 << 20;
@@ -351,6 +351,9 @@ pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec], task: TaskId) -> Result<(
     let mut found = false;
     for disk in disks {
         let home = Home::of(&disk.datastore, spec.vm)?;
+        if disk.role == DiskRole::Tpm {
+            tpm_place::settle_at_rest(spec, disk)?;
+        }
         // First what a TPM kept: a disk of a TPM without it has lost it.
         found |= tpm_state::put(&home.tpm_state(disk.disk), &home.restored_tpm(disk.disk, task))?;
         let (from, to) = (home.restored(disk.disk, task), home.image(disk.disk));
