@@ -149,13 +149,13 @@ impl fmt::Display for OsdFacts {
             (None, None) => {
                 f.write_str("not known to be encrypted: the monitors were not asked yet")
             }
-            (None, Some(told)) => told.fmt(f),
+            (None, Some(told)) => write!(f, "{told}"),
             (Some(stated), told) => {
                 let is = if stated { "encrypted" } else { "not encrypted" };
                 write!(f, "{is}, as an administrator has stated")?;
                 match told {
                     Some(told) if told.known() == Some(!stated) => {
-                        write!(f, " (and {told})")
+                        write!(f, "; without that it is shown as {told}")
                     }
                     _ => Ok(()),
                 }
@@ -326,7 +326,7 @@ mod tests {
         let stated = OsdFacts { stated: Some(true), told: no };
         assert_eq!(
             stated.to_string(),
-            "encrypted, as an administrator has stated (and not encrypted: the monitors keep no key of dm-crypt for 1 of 3 OSDs)"
+            "encrypted, as an administrator has stated; without that it is shown as not encrypted: the monitors keep no key of dm-crypt for 1 of 3 OSDs"
         );
     }
 
