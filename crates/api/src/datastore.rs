@@ -407,6 +407,35 @@ pub struct Claim {
     pub provider: crate::id::ProviderId,
     /// The key's id there.
     pub key_id: String,
+    /// What the disk is for.
+    #[serde(default, skip_serializing_if = "HeaderRole::is_data")]
+    pub role: HeaderRole,
+}
+
+/// What a disk is for, as its header says it. What an earlier version of vmseal made says nothing, and counts as data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HeaderRole {
+    /// It is the guest's.
+    #[default]
+    Data,
+    /// It has the documents that cloud-init reads.
+    CloudInit,
+    /// It has the variables of a UEFI firmware.
+    UefiVariables,
+    /// It has the variables of a UEFI firmware with Secure Boot.
+    SecureBootVariables,
+    /// It has the key of what a TPM keeps.
+    Tpm,
+}
+
+impl HeaderRole {
+    /// Whether it is the guest's.
+    #[must_use]
+    pub fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 /// What is on a datastore, compared with the inventory.

@@ -28,6 +28,7 @@ pub mod expose;
 pub mod failure_domain;
 pub mod filter;
 pub mod fingerprint;
+pub mod former_image;
 pub mod guest;
 pub mod hardware;
 pub mod host;

@@ -112,6 +112,10 @@ pub struct DrainHost {
     /// The highest rate at which each VM is sent, in bytes a second; 0, as none, is no limit. At least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Compresses the memory of VMs before it is encrypted, where that gets it there sooner. How long what is sent becomes tells
+    /// who watches the network something of what is in it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compress: bool,
 }
 
 /// Has VMs placed on a host again.
@@ -501,7 +505,7 @@ pub struct CloneVm {
     pub rate: Option<u64>,
 }
 
-/// Takes a snapshot of a VM, off or running.
+/// Takes a snapshot of a VM, off, running or suspended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -516,7 +520,7 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which must run, is kept, too.
+    /// Whether the memory of the guest, which runs or is suspended, is kept, too.
     #[serde(default)]
     pub memory: bool,
 }
@@ -530,6 +534,9 @@ pub struct RevertSnapshot {
     /// first.
     #[serde(default)]
     pub running: bool,
+    /// Gives the saved memory of a suspended VM up: it is lost, as far as no snapshot keeps it. Where one does, this need not be said.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub discard_memory: bool,
 }
 
 impl Default for TakeSnapshot {
@@ -706,7 +713,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
     /// Compresses the memory of a running VM before it is encrypted, where that gets it there sooner. How long what is sent becomes
-    /// tells who watches the network something of what is in it. Not with `remote`.
+    /// tells who watches the network something of what is in it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compress: bool,
 }

@@ -243,6 +243,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal disk expose web1 disk0 --socket /run/web1.sock",
     ),
     (
+        "vmseal-disk-expose",
+        "Of one instant, while the VM runs, and still encrypted:",
+        "vmseal disk expose web1 disk0 --snapshot nightly --sealed --socket /run/web1.sock",
+    ),
+    (
         "vmseal-disk-bitmap",
         "Before a full backup, and what has changed since:",
         "vmseal disk bitmap add web1 disk0 sunday",

@@ -345,6 +345,7 @@ mod tests {
         ("replica.bytes_per_second", "vmseal policy create p --plain", "--replicate-rate"),
         ("replicate_rate", "vmseal policy set p --replicate-rate 1", "--replicate-rate"),
         ("replicate_to", "vmseal policy set p --replicate-to d", "--replicate-to"),
+        ("sealed", "vmseal disk expose web a --socket /s --sealed", "--sealed"),
         ("seconds", "vmseal vm guest exec web --seconds 0 -- ls", "--seconds"),
         ("size", "vmseal disk resize web a --size 1", "--size"),
         ("snapshot", "vmseal vm clone web new --snapshot s", "--snapshot"),

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
+use crate::channel::budget;
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados,
     WriteOperation, load, loaded,
@@ -17,9 +18,10 @@ use crate::library::{
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
 
-/// The most bytes of requests in flight, and the most requests: more wait, so a slow cluster costs no memory.
-const BYTES_IN_FLIGHT: &str = "134217728";
-const REQUESTS_IN_FLIGHT: &str = "1024";
+/// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
+/// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
+const BYTES_IN_FLIGHT: u64 = budget::BYTES_IN_FLIGHT + (128 << 20);
+const REQUESTS_IN_FLIGHT: u64 = budget::REQUESTS_IN_FLIGHT + 1024;
 
 /// How many keys of a directory are read at a time.
 const KEYS_AT_A_TIME: u64 = 512;
@@ -145,6 +147,7 @@ impl Cluster {
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
+        let (bytes, requests) = (BYTES_IN_FLIGHT.to_string(), REQUESTS_IN_FLIGHT.to_string());
         self.set("key", access.key.expose_c())?;
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
@@ -153,8 +156,8 @@ impl Cluster {
             (MESSENGER_OPTIONS[0], messenger),
             (MESSENGER_OPTIONS[1], messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
-            ("objecter_inflight_op_bytes", BYTES_IN_FLIGHT),
-            ("objecter_inflight_ops", REQUESTS_IN_FLIGHT),
+            ("objecter_inflight_op_bytes", bytes.as_str()),
+            ("objecter_inflight_ops", requests.as_str()),
             // What is answered is durable; what guests have not flushed is nowhere else.
             ("rbd_cache", "false"),
             // The buffer of a write is free again when the call returns.

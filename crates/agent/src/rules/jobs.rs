@@ -219,6 +219,22 @@ pub fn check_sent_memory(spec: &VmSpec, suspended: bool, told: bool) -> Result<(
     }
 }
 
+/// Refuses to revert a VM that is suspended where nobody has said that its memory is given up: with the disks of a snapshot it must not be
+/// used any more.
+///
+/// # Errors
+/// `wrong-state`.
+pub fn check_revert(spec: &VmSpec, job: &RevertJob, power: Power) -> Result<(), Problem> {
+    if power != Power::Suspended || job.discard_memory {
+        return Ok(());
+    }
+    let what = format!(
+        "is suspended, and a revert loses the memory that is saved: have it given up (vmseal snapshot revert {} {} --discard-memory)",
+        spec.name, job.snapshot
+    );
+    Err(wrong_state(spec, &what))
+}
+
 /// Refuses to start a VM that is off and is sent to another host, which may have it already.
 ///
 /// # Errors

@@ -1,5 +1,6 @@
 //! The calls of a simulated host.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,8 +16,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeptRoom, KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, Power,
-    PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
+    KeptRoom, KeyReference, KeyState, MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey,
+    Power, PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
     StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
@@ -33,7 +34,9 @@ use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, g
 use crate::filter::log_level;
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
+use crate::storage::facts::{role_of, told_role};
 use crate::storage::image::Image;
+use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
 
@@ -191,6 +194,7 @@ impl Inside {
                         disk: *disk,
                         provider: key.provider,
                         key_id: key.key_id.clone(),
+                        role: it.role,
                     };
                     ImageContent::Vmseal { claims: keys.iter().map(claim).collect() }
                 }
@@ -304,6 +308,7 @@ impl Inside {
     pub(super) fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
         let known = self.known(vm)?;
         let spec = rules::find_disk(&known.spec, disk)?.clone();
+        let role = told_role(role_of(&known.spec, &spec));
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
         let check = reference.map(|reference| reference.check.clone());
         let keys = reference.cloned().into_iter().collect();
@@ -329,7 +334,8 @@ impl Inside {
         };
         let length = spec.size + offset;
         let (written, shared) = (facts.clone(), false);
-        let made = SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
+        let made =
+            SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, role, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }
@@ -442,24 +448,31 @@ impl Inside {
         let disk = rules::find_disk(&spec, disk)?;
         let made = known.has_made(disk);
         match what {
-            Exposing::Hold { writable } => {
-                rules::holds_data(&spec, disk)?;
-                let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
-                self.situation(vm)?.may(action, Some(disk))?;
-                if unused.contains(&disk.disk) {
-                    return Err(rules::not_in_guest(&spec, disk));
-                }
-                if power == Power::Off {
-                    rules::check_exposure(&spec, disk, key, made)?;
-                }
-                if writable {
-                    self.forget_bitmaps(vm, disk.disk);
-                }
-                Ok(self.agent.exposed.hold(disk.disk))
-            }
             Exposing::Connect => {
                 let connected = self.agent.exposed.connect(disk.disk);
                 connected.ok_or_else(|| rules::not_exposed(&spec, disk))
+            }
+            held => {
+                rules::holds_data(&spec, disk)?;
+                self.situation(vm)?.may(rules::exposing(held), Some(disk))?;
+                let kept = match held {
+                    Exposing::HoldKept { snapshot, .. } => Some(snapshot),
+                    _ => None,
+                };
+                if kept.is_none() && unused.contains(&disk.disk) {
+                    return Err(rules::not_in_guest(&spec, disk));
+                }
+                let beside = matches!(held, Exposing::Hold { .. });
+                if power == Power::Off || !beside {
+                    rules::check_exposure(&spec, disk, key, made, held)?;
+                }
+                if let Some(snapshot) = kept.filter(|kept| !self.keeps(disk.disk, *kept)) {
+                    return Err(rules::no_snapshot(&spec.name, disk, snapshot));
+                }
+                if held == (Exposing::Hold { writable: true }) {
+                    self.forget_bitmaps(vm, disk.disk);
+                }
+                Ok(self.agent.exposed.hold(disk.disk, beside))
             }
         }
     }
@@ -629,6 +642,17 @@ impl HostAgent for SimulatedHost {
 
     async fn measure_kept(&self, _: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
         self.call(Call::MeasureKept, |inside| Ok(inside.kept_room(&disks)))
+    }
+
+    async fn measure_medium(&self, _: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
+        self.call(Call::MeasureMedium, |inside| {
+            let file = medium::open_file(&path, &TransferDirectories::anywhere())?;
+            let mut facts = medium::measure(&path, &file)?;
+            if inside.other_media {
+                facts.ends.insert_str(0, "other ");
+            }
+            Ok(facts)
+        })
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -69,6 +69,7 @@ impl Inside {
             rules::check_sent_memory(&known.spec, suspended, departure.suspended)?;
         }
         self.ready_for_snapshots(vm, job)?;
+        self.ready_for_memory(vm, job)?;
         self.ready_for_backups(vm, job)?;
         self.ready_to_copy(vm, job)?;
         let export = match job {
@@ -179,14 +180,17 @@ impl Inside {
             (Some(JobSpec::Receive(_)), _) => self.migrated(vm, task, false),
             (Some(JobSpec::Snapshot(job)), _) => {
                 self.take_snapshot(&job.disks, job.snapshot);
+                self.keep_memory(vm, job);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Revert(job)), _) => {
                 job.disks.iter().for_each(|disk| self.forget_bitmaps(vm, *disk));
+                self.revert_memory(vm, job);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::DropSnapshot(job)), _) => {
                 self.drop_snapshot(&job.disks, job.snapshot);
+                self.persisted.kept_memories.remove(&job.snapshot);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Prove(job)), _) => self.prove(vm, task, job),
@@ -220,8 +224,11 @@ impl Inside {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
             }
             (_, JobKind::DropSources) => {
-                status.disks.iter().for_each(|disk| known.jobs.made(*disk));
-                status.disks.into_iter().for_each(|disk| self.drop_source(disk));
+                for disk in status.disks {
+                    let former = self.drop_source(vm, disk);
+                    let Ok(known) = self.known(vm) else { return };
+                    known.jobs.removed(disk, former);
+                }
             }
             (_, JobKind::Export) if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");

@@ -26,6 +26,7 @@ use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
+use crate::storage::facts::told_role;
 use crate::storage::home::{self, DESCRIPTOR};
 use crate::storage::image_notes;
 use crate::storage::mark::{self, MARKER};
@@ -346,6 +347,7 @@ fn claims(references: &[KeyReference]) -> ImageContent {
         disk: DiskId(of.disk),
         provider: ProviderId(of.provider),
         key_id: of.key_id.clone(),
+        role: told_role(of.role),
     };
     ImageContent::Vmseal { claims: references.iter().map(claim).collect() }
 }
@@ -357,6 +359,7 @@ mod tests {
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
+    use vmseal_api::datastore::HeaderRole;
     use vmseal_api::host::DatastoreLocation;
 
     use super::*;
@@ -375,8 +378,13 @@ mod tests {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
         let context = KeyContext { vm: *vm.0.as_bytes(), provider: [7; 16], key_id: "a-key" };
-        let identity =
-            vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let role = vmseal_luks::Role::Tpm;
+        let identity = vmseal_luks::Identity {
+            disk: disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role,
+        };
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
     }
 
@@ -446,6 +454,7 @@ mod tests {
             disk,
             provider: "07070707-0707-0707-0707-070707070707".parse().unwrap(),
             key_id: "a-key".into(),
+            role: HeaderRole::Tpm,
         };
         let ours = ImageContent::Vmseal { claims: vec![claim] };
         let name = |disk, half_made| Some(NamedImage { vm, disk, half_made, replica: false });

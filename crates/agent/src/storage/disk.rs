@@ -25,7 +25,7 @@ use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
 use crate::storage::cloning::{Lent, Target};
 use crate::storage::cloud_init;
-use crate::storage::facts::to_api;
+use crate::storage::facts::{role_of, to_api};
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
@@ -343,7 +343,12 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
     let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
     let context = keys::context(spec.vm, reference);
-    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+    let identity = Identity {
+        disk: disk.disk.0,
+        holes: vmseal_luks::Holes::Zero,
+        shared: false,
+        role: role_of(spec, disk),
+    };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
         .map_err(|error| header_problem(&disk.name, &error))?;
     let here = &disk.datastore;

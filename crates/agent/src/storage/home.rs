@@ -74,6 +74,7 @@ use crate::storage::image_layout;
 use crate::storage::json_file;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{marked, usage};
+use crate::storage::named_keys;
 use crate::storage::sealed::remove_if_there;
 use crate::storage::tpm_state;
 use vmseal_api::atomic_file::{self, PRIVATE};
@@ -298,7 +299,8 @@ impl Home {
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        self.write_descriptor(&descriptor::of(spec, here.datastore, kek)?)
+        let before = self.descriptor();
+        self.write_descriptor(&descriptor::of(spec, here.datastore, kek, before.as_ref())?)
     }
 
     /// The descriptor that is there, if it can be read.
@@ -332,19 +334,28 @@ impl Home {
             return Ok(());
         }
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        let wanted = descriptor::of(spec, here.datastore, kek)?;
-        if self.descriptor().is_some_and(|there| there == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, kek, there.as_ref())?;
+        if there.is_some_and(|there| there == wanted) {
             return Ok(());
         }
         self.write_descriptor(&wanted)
     }
 
     /// Writes the descriptor of a disk that is being made. What is there stays if it says the same, so that it stays
-    /// authenticated.
+    /// authenticated. It refuses to name another key than the VM's disks do.
     fn describe_begun(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
-        let wanted = descriptor::of(spec, here.datastore, None)?;
-        if self.descriptor().is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, None, there.as_ref())?;
+        if there.is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
             return image_layout::note(&self.path, here, spec.images.as_ref());
+        }
+        if let (Some(before), Some(key)) = (self.descriptor(), &spec.key)
+            && before.vm == spec.vm
+            && before.key.as_ref().is_some_and(|named| named != key)
+        {
+            let encrypted = before.disks.iter().filter(|disk| disk.encrypted);
+            encrypted.map(|disk| disk.disk).try_for_each(|it| named_keys::check(self, spec, it))?;
         }
         self.describe_locked(spec, here, None)
     }

@@ -444,7 +444,7 @@ mod tests {
             let dek = SecretBytes::random(DEK_LEN).unwrap();
             let context = keys::context(spec.vm, spec.key.as_ref().unwrap());
             let holes = vmseal_luks::Holes::Zero;
-            let identity = Identity { disk: disk.disk.0, holes, shared };
+            let identity = Identity { disk: disk.disk.0, holes, shared, role: Default::default() };
             let made = vmseal_luks::create(&mut file, disk.size, &dek, &kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();
             drop(file);

@@ -188,6 +188,8 @@ pub enum Power {
     Suspended,
     /// It is between two hosts and its guest stands still: its memory is at the other host, or has come from there.
     Migrating,
+    /// Its disks have another key than it is registered with; its descriptors stay as they are.
+    KeyDiffers,
     /// Something that a newer agent says and this side does not know: it is not off.
     #[serde(other)]
     Unknown,
@@ -289,6 +291,8 @@ pub enum NoticeCode {
     ImageExchanged,
     /// A disk answers errors.
     DiskErrors,
+    /// A disk's datastore does not end what the guest asks; the guest waits.
+    DiskStalled,
     /// A disk's second copy is not kept up, or cannot be.
     ReplicaBehind,
     /// The VM's filter process died; its guest waits for another one.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 69] = [
+pub const FEATURES: [&str; 73] = [
     "job-create",
     "job-export",
     NICS,
@@ -94,6 +94,10 @@ pub const FEATURES: [&str; 69] = [
     IMAGE_LAYOUTS,
     GROW_REPLICA,
     BACKUP_SUSPENDED,
+    EXPOSE_KEPT,
+    MEASURE_MEDIUM,
+    SUSPENDED_SNAPSHOTS,
+    ABOUT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -176,8 +180,14 @@ pub const REPLICA_SNAPSHOTS: &str = "replica-snapshots";
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
 
+/// The feature of agents that expose what a snapshot keeps, and ciphertext.
+pub const EXPOSE_KEPT: &str = "expose-kept";
+
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
+
+/// The feature of agents that take snapshots of VMs which are suspended, revert these and delete snapshots of them.
+pub const SUSPENDED_SNAPSHOTS: &str = "snapshot-suspended";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";
@@ -272,6 +282,9 @@ pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";
 
+/// The feature of agents that measure media of CD-ROM drives ([`super::MediumFacts`]).
+pub const MEASURE_MEDIUM: &str = "measure-medium";
+
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";
 
@@ -301,6 +314,9 @@ pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";
+
+/// The feature of agents that put what users say of a VM into its descriptors.
+pub const ABOUT: &str = "about-vms";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

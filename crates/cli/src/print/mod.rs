@@ -96,6 +96,7 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
 /// What `task show` adds to the columns.
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     let mut details = migration::details(task);
+    details.extend(task.former_images.iter().map(|image| ("FORMER IMAGE", image.to_string())));
     details.extend(task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))));
     details
 }
@@ -221,6 +222,7 @@ mod tests {
             seconds_left: None,
             migration: None,
             migrated: None,
+            former_images: Vec::new(),
             rate: None,
             paused: false,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),

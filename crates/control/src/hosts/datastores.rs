@@ -8,7 +8,7 @@ use std::time::Duration;
 use sqlx::SqliteConnection;
 use tokio::sync::watch;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DatastoreUsage, HostAgent};
+use vmseal_api::host::{DatastoreLocation, DatastoreUsage, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
@@ -27,7 +27,7 @@ const FULL_FROM: u64 = 85;
 /// The use below which the alarm is cleared, in percent: lower, so that it does not flap.
 const FULL_UNTIL: u64 = 80;
 
-/// The use at which the alarm says that guests are about to fail, in percent.
+/// The use at which the alarm says what guests are about to meet, in percent.
 const CRITICAL_FROM: u64 = 95;
 
 /// The change of free space that is written to the inventory, as a fraction of the capacity: each write is a
@@ -131,7 +131,7 @@ impl DatastoreMonitor {
                 let what = if used < CRITICAL_FROM {
                     "make room or move disks before thin disks run out of it"
                 } else {
-                    "guests with thin disks on it are about to get write errors; make room now"
+                    when_full(&datastore.on(self.host)?.location)
                 };
                 // In steps of five, so that small changes do not change the alarm.
                 alarm(
@@ -141,6 +141,18 @@ impl DatastoreMonitor {
             }
             DatastoreCondition::WrongMark { detail } => alarm("datastore-wrong", detail),
             DatastoreCondition::Unavailable { detail } => alarm("datastore-unavailable", detail),
+        }
+    }
+}
+
+/// What is about to happen in a datastore that is nearly full. A cluster keeps requests until there is room, where a file system refuses them.
+fn when_full(location: &DatastoreLocation) -> &'static str {
+    match location {
+        DatastoreLocation::Dir { .. } => {
+            "guests with thin disks or snapshots on it are about to get write errors; make room now"
+        }
+        DatastoreLocation::Rbd { .. } => {
+            "when it is full, guests with disks on it stand still at their writes until there is room; make room now"
         }
     }
 }
@@ -238,6 +250,22 @@ mod tests {
         fixture.agent.set_free(before - 4096);
         watch.round().await.unwrap();
         assert_eq!(free_shown(&fixture).await, before);
+    }
+
+    /// Of a cluster that is full requests are not refused.
+    #[tokio::test]
+    async fn a_pool_that_is_nearly_full_has_guests_wait_and_a_directory_has_them_fail() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        fixture.agent.set_free(TIB / 100);
+        watch.round().await.unwrap();
+        assert_eq!(fixture.alarms().await.len(), 2);
+        for told in fixture.events("alarm.raised").await {
+            let waits = told.detail.contains("until there is room");
+            assert_eq!(waits, told.target == "ceph", "{told:?}");
+            assert_eq!(told.detail.contains("write errors"), !waits, "{told:?}");
+        }
     }
 
     #[tokio::test]

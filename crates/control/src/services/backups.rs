@@ -620,6 +620,7 @@ pub(crate) async fn define(
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: Vec::new(),
             images: Some(policy.image_layout),
+            about: None,
         },
         host: backup.host,
         host_name: backup.host_name.clone(),

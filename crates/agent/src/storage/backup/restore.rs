@@ -30,7 +30,7 @@ use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal, is_preallocated};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
-use crate::storage::facts::{from_api, to_api};
+use crate::storage::facts::{from_api, role_of, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::image_notes::{Noted, is_encrypted};
@@ -294,7 +294,12 @@ impl Restoring {
         wipe(file, data_offset(&entry.facts)).map_err(|error| failed(&path, "written", &error))?;
         let context = keys::context(self.spec.vm, vm_key.reference);
         // The VM that was backed up has the same data key, and so has each other VM that is made of this backup.
-        let identity = Identity { disk: disk.disk.0, holes: opened.holes, shared: true };
+        let identity = Identity {
+            disk: disk.disk.0,
+            holes: opened.holes,
+            shared: true,
+            role: role_of(&self.spec, disk),
+        };
         let (dek, kek) = (&opened.dek, vm_key.kek);
         let made = vmseal_luks::create(file, disk.size, dek, kek, &context, identity);
         let made = made.map_err(|error| header_problem(&disk.name, &error))?;

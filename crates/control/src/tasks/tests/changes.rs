@@ -333,7 +333,7 @@ async fn vms_start_after_their_host_has_rebooted() {
 /// What the host does not know of does not have it look at a guest that runs: an inventory that was restored may lack
 /// devices that the guest has.
 #[tokio::test]
-async fn a_label_registers_no_running_vm_anew() {
+async fn a_label_registers_no_running_vm_anew_that_has_a_disk_more() {
     let fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
     let services = fixture.services(Recipient::generate().unwrap());
@@ -343,6 +343,11 @@ async fn a_label_registers_no_running_vm_anew() {
         set_vm::set(&services, &me, "web", request, false).await.unwrap();
         fixture.calls(Call::RegisterVm) - before
     };
+    // What changes nothing of the guest goes into its descriptors.
+    let request = SetVm { description: Some("the shop".to_owned()), ..SetVm::default() };
+    assert_eq!(set(request).await, 1);
+    let told = fixture.agent.registered_as(vm).unwrap().about.unwrap();
+    assert_eq!(told.description, "the shop");
     // It lacks a disk of the guest's.
     let disk = fixture.disks(vm).await[1].id;
     let mut write = fixture.store.write().await.unwrap();
