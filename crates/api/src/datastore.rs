@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::new_pools::NewPools;
+use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
 use crate::redundancy::PoolFacts;
 
@@ -195,6 +196,16 @@ pub struct SetDatastoreKey {
     pub force: bool,
 }
 
+/// Changes a datastore. What is not given stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetDatastore {
+    /// What is stated of the OSDs of a pool's cluster: whether they are encrypted, or that the cluster is asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<StatedOsds>,
+}
+
 /// A datastore on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -284,6 +295,9 @@ pub enum DatastoreCondition {
         /// earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mounted_key: Option<String>,
+        /// Whether the OSDs of the cluster are encrypted: none of a directory, or of a host of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        osds: Option<OsdEncryption>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {

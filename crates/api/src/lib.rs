@@ -44,6 +44,7 @@ pub mod model;
 pub mod new_pools;
 pub mod nic;
 pub mod pace;
+pub mod osd_encryption;
 pub mod passphrase;
 pub mod plan;
 pub mod problem;

@@ -15,6 +15,7 @@ use crate::host::{ContractRange, DatastoreLocation, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::migration::MigrationEncryption;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
+use crate::osd_encryption::StatedOsds;
 use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
 
@@ -146,6 +147,9 @@ pub struct AddDatastore {
     /// datastore NAME`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedPassphrase>,
+    /// What is stated of the OSDs of a pool's cluster: whether they are encrypted. None, as `ask`, has the cluster asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<StatedOsds>,
 }
 
 /// Shares a datastore with another host.

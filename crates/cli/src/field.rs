@@ -328,6 +328,7 @@ mod tests {
             "--old-passphrase-file",
         ),
         ("parallel", "vmseal host drain h", "--parallel"),
+        ("osd_encryption", "vmseal datastore set d --osd-encryption yes", "--osd-encryption"),
         ("passphrase", EXPORT, "passphrase"),
         ("passphrase", "vmseal provider unlock k --passphrase-file f", "--passphrase-file"),
         ("path", "vmseal vm guest exec web -- ls", "COMMAND"),

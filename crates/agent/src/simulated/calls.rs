@@ -166,9 +166,10 @@ impl Inside {
     fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
         let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
         let mounted_key = self.mounted_key(&spec.location);
+        let osds = spec.location.pool().and(self.osds);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools, mounted_key }
+            DatastoreCondition::Available { usage, pools, mounted_key, osds }
         };
         if let Some(free) = self.free {
             return available(free);
@@ -209,6 +210,7 @@ impl Inside {
     }
 
     pub(super) fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
+        self.check_mounted_messenger(&spec.location)?;
         self.persisted.storage.check_place(spec)
     }
 

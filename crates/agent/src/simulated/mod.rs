@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::datastore::HeaderRole;
+use vmseal_api::datastore::{HeaderRole, Messenger};
 use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
@@ -53,6 +53,7 @@ use vmseal_api::host::{
 };
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, SnapshotId, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
+use vmseal_api::osd_encryption::OsdEncryption;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request_id::RequestId;
@@ -336,6 +337,10 @@ struct Inside {
     pools: Vec<PoolFacts>,
     /// The fingerprints of the keys that mounts of pools use, by their places: these outlive agents.
     mounted_keys: BTreeMap<PathBuf, String>,
+    /// With which messenger somebody has mounted pools by hand, by their places.
+    mounted_messengers: BTreeMap<PathBuf, Messenger>,
+    /// What the monitors of a cluster say of its OSDs.
+    osds: Option<OsdEncryption>,
     /// The keys of pools that their cluster refuses.
     refused_keys: Vec<Vec<u8>>,
     fail_disks: BTreeSet<DiskId>,
@@ -383,6 +388,8 @@ impl SimulatedHost {
             free: None,
             pools: Vec::new(),
             mounted_keys: BTreeMap::new(),
+            mounted_messengers: BTreeMap::new(),
+            osds: None,
             refused_keys: Vec::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
@@ -491,6 +498,11 @@ impl SimulatedHost {
     /// Sets how a cluster keeps what is stored in its pools.
     pub fn set_pools(&self, pools: Vec<PoolFacts>) {
         self.inside().pools = pools;
+    }
+
+    /// Sets what the monitors of a cluster say of its OSDs; none is a host of an earlier version, which does not say it.
+    pub fn set_osds(&self, osds: Option<OsdEncryption>) {
+        self.inside().osds = osds;
     }
 
     /// Sets how much room the datastores have, in bytes.

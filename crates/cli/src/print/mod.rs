@@ -151,6 +151,11 @@ fn role(role: DiskRole) -> &'static str {
     }
 }
 
+/// Where a disk is encrypted.
+fn encrypted_at(disk: &Disk) -> String {
+    disk.encrypted_at.map_or_else(String::new, |at| format!(", encrypted at: {at}"))
+}
+
 /// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -163,10 +168,11 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push((
             "DISK",
             format!(
-                "{} {size} {} on {}: {format}{}{} ({})",
+                "{} {size} {} on {}: {format}{}{}{} ({})",
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
+                encrypted_at(disk),
                 limits(disk),
                 role(disk.role),
                 disk.id

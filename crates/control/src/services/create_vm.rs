@@ -19,7 +19,9 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
+use super::{
+    Outcome, Services, cloud_init, hardware, image_layouts, osds, redundancy, room, usage,
+};
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
@@ -470,6 +472,9 @@ pub(super) async fn place(
     }
     policy
         .require_messenger(&made)
+        .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
+    osds::require(write, policy, &made)
+        .await
         .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
     redundancy::require(write, policy, &made)
         .await

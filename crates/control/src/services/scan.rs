@@ -204,6 +204,7 @@ mod tests {
             usage: None,
             pools: Vec::new(),
             key: None,
+            osds: Default::default(),
         }
     }
 

@@ -17,7 +17,7 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
-use super::set_policy::{Need, layout_of, needs, redundancy_of};
+use super::set_policy::{Need, layout_of, needs, osds_of, redundancy_of};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room};
@@ -68,6 +68,7 @@ pub async fn set(
         let known = disks::of_vm(&mut write, id).await?;
         if let Some(old) = old.filter(|old| old.id != policy.id) {
             let mut needs = needs(&old, &policy, &before, &known, runs);
+            needs.extend(osds_of(&mut write, &policy, &known).await?);
             needs.extend(redundancy_of(&mut write, &policy, &before, &known).await?);
             if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
                 let detail = format!("policy '{}' asks for something else: {need}", policy.name);

@@ -18,7 +18,7 @@ use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};
-use crate::services::{Services, hardware, hosts, image_layouts};
+use crate::services::{Services, hardware, hosts, image_layouts, osds};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
@@ -457,6 +457,12 @@ async fn room(
             && let Err(cannot) = image_layouts::takes(knows, policy, &spec, sizes)
         {
             why = format!("datastore '{}': {cannot}", datastore.name);
+            continue;
+        }
+        if let Some(refused) =
+            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
+        {
+            why = format!("datastore '{}': {refused}", datastore.name);
             continue;
         }
         match agent.measure_datastore(spec).await.map_err(failed)? {

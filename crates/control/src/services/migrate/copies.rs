@@ -10,13 +10,14 @@ use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
 use super::kept;
-use crate::services::Services;
 use crate::services::vms::require_no_clones;
+use crate::services::{Services, osds};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::dumps;
 use crate::store::hosts::Host;
 use crate::store::links;
+use crate::store::policies::{self, Policy};
 use crate::store::snapshots;
 use crate::store::vms::Vm;
 use crate::tasks::migrate_vm::tpm_stays;
@@ -152,6 +153,8 @@ pub(super) async fn of(
             ));
         }
     }
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await;
+    let policy = policy.map_err(|error| failed(error.into()))?;
     drop(read);
     let has_layers = snapshots > 0 || linked;
     may_be_copied(services, vm, &copied, host, has_layers).map_err(|why| {
@@ -161,7 +164,7 @@ pub(super) async fn of(
         }
     })?;
     let tpm = copied.iter().find(|disk| disk.role == DiskRole::Tpm);
-    let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
+    let (datastore, room) = roomiest(services, &there, host, (place, tpm), policy.as_ref()).await?;
     let kept = match has_layers {
         true => kept::of(services, vm, &copied).await.map_err(failed)?,
         false => Some(KeptRoom::default()),
@@ -218,12 +221,13 @@ fn may_be_copied(
 }
 
 /// The datastore of a host that was named, or the one with the most free room; and its room. The disk of a TPM goes to another one
-/// than it is on.
+/// than it is on, and pools that the VM's policy does not allow get none.
 async fn roomiest(
     services: &Services,
     there: &[Datastore],
     host: &Host,
     (place, tpm): (Option<&str>, Option<&Disk>),
+    policy: Option<&Policy>,
 ) -> Result<(Datastore, u64), String> {
     let agent = services.hosts.connected(host.id).map_err(|problem| problem.detail)?;
     let named =
@@ -243,6 +247,12 @@ async fn roomiest(
             continue;
         }
         let Some(spec) = datastore.spec_on(host.id) else { continue };
+        if let Some(refused) =
+            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
+        {
+            why = format!("datastore '{}': {refused}", datastore.name);
+            continue;
+        }
         match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
             DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(_, most)| usage.free > *most) {

@@ -325,6 +325,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         cpu_model: None,
         downtime_milliseconds: None,
         messenger: None,
+        osd_encryption: None,
         redundancy: Default::default(),
         image_layout: Default::default(),
     };
