@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::new_pools::NewPools;
+use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
 use crate::redundancy::PoolFacts;
 
@@ -195,6 +196,16 @@ pub struct SetDatastoreKey {
     pub force: bool,
 }
 
+/// Changes a datastore. What is not given stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct SetDatastore {
+    /// What is stated of the OSDs of a pool's cluster: whether they are encrypted, or that the cluster is asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<StatedOsds>,
+}
+
 /// A datastore on a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -284,6 +295,9 @@ pub enum DatastoreCondition {
         /// earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mounted_key: Option<String>,
+        /// Whether the OSDs of the cluster are encrypted: none of a directory, or of a host of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        osds: Option<OsdEncryption>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {
@@ -393,6 +407,35 @@ pub struct Claim {
     pub provider: crate::id::ProviderId,
     /// The key's id there.
     pub key_id: String,
+    /// What the disk is for.
+    #[serde(default, skip_serializing_if = "HeaderRole::is_data")]
+    pub role: HeaderRole,
+}
+
+/// What a disk is for, as its header says it. What an earlier version of vmseal made says nothing, and counts as data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HeaderRole {
+    /// It is the guest's.
+    #[default]
+    Data,
+    /// It has the documents that cloud-init reads.
+    CloudInit,
+    /// It has the variables of a UEFI firmware.
+    UefiVariables,
+    /// It has the variables of a UEFI firmware with Secure Boot.
+    SecureBootVariables,
+    /// It has the key of what a TPM keeps.
+    Tpm,
+}
+
+impl HeaderRole {
+    /// Whether it is the guest's.
+    #[must_use]
+    pub fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 /// What is on a datastore, compared with the inventory.

@@ -2,12 +2,21 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::datastore::Messenger;
+
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
 pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
 
 /// The longest value of [`POOLS_ATTRIBUTE`], in bytes.
 pub const POOLS_MAX: usize = 4096;
+
+/// An extended attribute of the root directory: whether the OSDs of the cluster are encrypted, a [`crate::osd_encryption::OsdEncryption`] in
+/// JSON. A `vmseal-rbd` of an earlier version has none.
+pub const OSDS_ATTRIBUTE: &str = "user.vmseal.osd-encryption";
+
+/// The longest value of [`OSDS_ATTRIBUTE`], in bytes.
+pub const OSDS_MAX: usize = 256;
 
 /// An extended attribute of the root directory: who serves it, and with which key; a [`Mounted`] in JSON. A `vmseal-rbd` of an earlier
 /// version has none.
@@ -28,6 +37,9 @@ pub struct Mounted {
     /// The socket at which filters connect that are to read and write images without FUSE; none where it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub channel: Option<String>,
+    /// How data goes over the network, as the library has it in force. None of a `vmseal-rbd` of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messenger: Option<Messenger>,
 }
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a

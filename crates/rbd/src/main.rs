@@ -266,7 +266,13 @@ fn serve(
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
     let channel = listener.as_ref().map(|listener| listener.path().to_owned());
-    let mounted = Mounted { process: std::process::id(), key: Some(key), channel };
+    let messenger = cluster.messenger().context("the messenger's mode is not known")?;
+    let mounted = Mounted {
+        process: std::process::id(),
+        key: Some(key),
+        channel,
+        messenger: Some(messenger),
+    };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     if let Some(listener) = listener {
         listener.serve(file_system.service()).context("filters are not served: no thread")?;

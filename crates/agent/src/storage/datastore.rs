@@ -21,7 +21,7 @@ use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
-use crate::storage::pool::{facts, mounted_key};
+use crate::storage::pool::{facts, mounted_key, osds};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -145,7 +145,8 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
         Ok(usage) => {
             let (pools, mounted_key) = (facts(&spec.location), mounted_key(&spec.location));
-            DatastoreCondition::Available { usage, pools, mounted_key }
+            let osds = osds(&spec.location);
+            DatastoreCondition::Available { usage, pools, mounted_key, osds }
         }
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }

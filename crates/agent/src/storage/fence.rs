@@ -29,7 +29,7 @@ use crate::storage::lease;
 /// `unsupported` where a `vmseal-rbd` of an earlier version serves a pool; those of the cluster.
 pub fn fence(Fence { vm, generation }: &Fence) -> Result<(), Problem> {
     let places = places(vm)?;
-    lease::take(vm, *generation)?;
+    lease::take_as_it_is(vm, *generation)?;
     places.into_iter().try_for_each(|place| take_home(Home::of(place, vm.vm)?.path()))
 }
 

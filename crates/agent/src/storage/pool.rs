@@ -17,13 +17,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::datastore::{DatastoreLocation, RbdPool};
+use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
+use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
-use crate::mounts::{POOL, file_system, served_by};
+use crate::mounts::{POOL, file_system, served_by, served_by_now};
 use crate::storage::pool_keys;
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
@@ -56,19 +57,38 @@ pub fn set_program(program: PathBuf, run_dir: PathBuf) {
 /// Mounts a pool, unless it is mounted. Blocks.
 ///
 /// # Errors
-/// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says.
+/// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says; `wrong-state` where somebody else has
+/// mounted it over connections that are not encrypted, and they are to be.
 pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     if is_mounted(path) {
-        return Ok(());
+        return check_messenger(path, pool, served_by(path).and_then(|it| it.messenger));
     }
     let mounting = mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     if is_mounted_now(path).map_err(|Silent| hung(path))? {
-        return Ok(());
+        let served = served_by_now(path).map_err(|Silent| hung(path))?;
+        return check_messenger(path, pool, served.and_then(|it| it.messenger));
     }
     let (program, run_dir) = program_for(path, pool)?;
     let key = key_for(path, pool)?;
     start_and_wait((program, run_dir), path, pool, key.as_deref(), MOUNT_TIMEOUT)
+}
+
+/// Refuses a mount whose connections are not encrypted where the datastore says that they are: an administrator may have mounted it by hand.
+/// A `vmseal-rbd` of an earlier version does not say how it is connected; the agent started it as the datastore says.
+pub(crate) fn check_messenger(
+    path: &Path,
+    pool: &RbdPool,
+    in_force: Option<Messenger>,
+) -> Result<(), Problem> {
+    if (pool.messenger, in_force) != (Messenger::Secure, Some(Messenger::Crc)) {
+        return Ok(());
+    }
+    let (path, pool) = (path.display(), &pool.pool);
+    let what = format!(
+        "the pool '{pool}' is mounted at {path} over connections that are not encrypted (messenger 'crc'), and the datastore has 'secure': somebody has mounted it by hand. Have it mounted anew (vmseal datastore remount), or unmount it (umount {path})"
+    );
+    Err(Problem::new(ErrorCode::WrongState, what))
 }
 
 /// The lock of a mount point. Its holder may mount a pool there, or end the process that serves it. Starts of VMs wait for the lock, so each
@@ -282,6 +302,22 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
+/// Whether the OSDs of a datastore's cluster are encrypted; none of a directory. Blocks.
+#[must_use]
+pub fn osds(of: &DatastoreLocation) -> Option<OsdEncryption> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return None };
+    let mut told = vec![0; OSDS_MAX];
+    let why = match rustix::fs::getxattr(path, OSDS_ATTRIBUTE, &mut told[..]) {
+        Ok(length) => match serde_json::from_slice(&told[..length]) {
+            Ok(told) => return Some(told),
+            Err(_) => OsdsUnknown::NoAnswer,
+        },
+        Err(rustix::io::Errno::OPNOTSUPP) => OsdsUnknown::EarlierVersion,
+        Err(_) => OsdsUnknown::NoAnswer,
+    };
+    Some(OsdEncryption::Unknown { why })
+}
+
 /// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
 #[must_use]
 pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
@@ -362,7 +398,6 @@ pub(super) fn last_lines(log: &Path, from: u64) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use vmseal_api::datastore::Messenger;
     use vmseal_api::failure_domain::FailureDomain;
     use vmseal_api::new_pools::NewPools;
     use vmseal_api::redundancy::Layout;
@@ -399,6 +434,23 @@ pub(crate) mod tests {
             arguments.join(" "),
             "--monitors v2:10.0.0.1:3300 --user client.vmseal --pool vms --messenger secure --run-dir /run/v/rbd --keyring /etc/ceph/keyring --data-pool ec /srv/ceph"
         );
+    }
+
+    #[test]
+    fn a_mount_in_the_clear_is_refused_where_connections_are_to_be_encrypted() {
+        let place = Path::new("/srv/ceph");
+        let check = |asked, in_force| {
+            check_messenger(place, &RbdPool { messenger: asked, ..pool() }, in_force)
+        };
+        let refused = check(Messenger::Secure, Some(Messenger::Crc)).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.contains("umount /srv/ceph"), "{refused}");
+        for in_force in [None, Some(Messenger::Secure)] {
+            check(Messenger::Secure, in_force).unwrap();
+        }
+        for in_force in [None, Some(Messenger::Secure), Some(Messenger::Crc)] {
+            check(Messenger::Crc, in_force).unwrap();
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
 use vmseal_api::new_pools::NewPools;
+use vmseal_api::osd_encryption::StatedOsds;
 
 use super::{DryRun, List, Name, Show, Wait};
 use crate::size::parse_size;
@@ -50,6 +51,9 @@ pub struct PoolOptions {
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
+    /// Whether the cluster's OSDs are encrypted: yes, no, or ask its monitors [default: ask]
+    #[arg(long, value_name = "yes|no|ask", requires = "pool")]
+    pub osd_encryption: Option<StatedOsds>,
 }
 
 impl PoolOptions {
@@ -138,20 +142,23 @@ pub enum Datastore {
         #[command(flatten)]
         pool: PoolOptions,
     },
-    /// Change the key of a pool of a Ceph cluster that the server holds
+    /// Change the key of a pool of a Ceph cluster that the server holds, or what is stated of the cluster's OSDs
     ///
-    /// One of the hosts that have the datastore tries it first: a key that the cluster refuses, or whose user may not write to the pool, is
+    /// One of the hosts that have the datastore tries a key first: a key that the cluster refuses, or whose user may not write to the pool, is
     /// not kept. Then they all get it at once. Where the pool is mounted it stays so with the former key, until it is mounted anew (vmseal
     /// datastore remount): `vmseal datastore show` says which host uses which.
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
         /// The user's key: a keyring, or a file with the key alone; - is standard input
-        #[arg(long, value_name = "FILE")]
-        key_file: PathBuf,
+        #[arg(long, value_name = "FILE", required_unless_present = "osd_encryption")]
+        key_file: Option<PathBuf>,
         /// Keep the key untried: before the cluster knows it, or while no host is connected
-        #[arg(long)]
+        #[arg(long, requires = "key_file")]
         force: bool,
+        /// Whether the cluster's OSDs are encrypted, where its monitors cannot tell or do not tell right: yes, no, or ask them
+        #[arg(long, value_name = "yes|no|ask", conflicts_with = "key_file")]
+        osd_encryption: Option<StatedOsds>,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::datastore::RbdPool;
+use vmseal_api::datastore::{RbdPool, SetDatastore};
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::redundancy::PoolFacts;
@@ -24,6 +24,7 @@ pub async fn run(
         }
         arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
             let (key_file, user) = (pool.key_file.clone(), pool.user.clone());
+            let osd_encryption = pool.osd_encryption;
             let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
             let location = pool.location(&name, path).or(dir);
             let location = location.context("give --path or --pool")?;
@@ -31,14 +32,17 @@ pub async fn run(
                 Some(file) => Some(datastore_key::sealed(server, &file, &user, &name).await?),
                 None => None,
             };
-            let request = AddDatastore { name, host, location, existing, key };
+            let request = AddDatastore { name, host, location, existing, key, osd_encryption };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);
             }
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
-        arguments::Datastore::Set { name, key_file, force, dry_run } => {
+        arguments::Datastore::Set { name, key_file, force, osd_encryption, dry_run } => {
+            let Some(key_file) = key_file else {
+                return set(server, output, &name, SetDatastore { osd_encryption }, dry_run).await;
+            };
             let key = (name.as_str(), key_file.as_path(), force);
             datastore_key::set(server, output, key, dry_run.dry_run).await
         }
@@ -79,7 +83,24 @@ pub async fn run(
     }
 }
 
-/// Where the key of each pool's user is, which one each host uses, and how the cluster keeps what is stored in each pool.
+/// Changes what is stated of a datastore.
+async fn set(
+    server: &ServerClient,
+    output: Output,
+    name: &str,
+    request: SetDatastore,
+    dry_run: arguments::DryRun,
+) -> anyhow::Result<()> {
+    let path = format!("datastores/{name}");
+    if dry_run.dry_run {
+        return plan::show(output, &server.try_patch(&path, &request).await?);
+    }
+    let datastore: Datastore = server.patch(&path, &request).await?;
+    print::one(output, &datastore, &details(&datastore))
+}
+
+/// Where the key of each pool's user is, which one each host uses, how the cluster keeps what is stored in each pool, and whether its OSDs
+/// are encrypted.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -92,5 +113,6 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines.extend(datastore_key::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
+    lines.extend(datastore.osd_encryption.map(|facts| ("OSDS", facts.to_string())));
     lines
 }

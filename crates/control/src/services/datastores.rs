@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, MountedKey, RbdPool, SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, MountedKey, RbdPool, SetDatastore,
+    SetDatastoreKey,
 };
 use vmseal_api::host::version::{
     CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, RBD_DATASTORES,
@@ -12,6 +13,7 @@ use vmseal_api::host::version::{
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
+use vmseal_api::osd_encryption::{OsdFacts, StatedOsds};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 use vmseal_secret::SecretBytes;
@@ -20,12 +22,15 @@ use super::caller::{Caller, Privilege};
 use super::scan::compare;
 use super::{Outcome, PageRequest, Services, datastore_keys, page_of};
 use crate::hosts::pool_keys;
-use crate::store::datastores::OnHost;
+use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
 use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks};
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
+
+/// Why nothing is stated of the OSDs of a directory.
+const NO_OSDS: &str = "is of pools of Ceph: a directory has no OSDs";
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
     let shown_on = |on: OnHost| {
@@ -38,6 +43,7 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
         let mounted_key = on.mounted_key.map(mounted);
         DatastoreHost { host: on.host_name, location: on.location, mounted_key }
     };
+    let is_pool = datastore.hosts.iter().any(|on| on.location.pool().is_some());
     let hosts = datastore.hosts.into_iter().map(shown_on).collect();
     Datastore {
         id: datastore.id,
@@ -46,6 +52,7 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
         usage: datastore.usage,
         key: datastore.key,
         pools: datastore.pools,
+        osd_encryption: is_pool.then_some(datastore.osds.facts),
     }
 }
 
@@ -215,6 +222,9 @@ pub async fn add(
     caller.require(Privilege::ManageDatastores)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     check_location(&request.location)?;
+    if request.osd_encryption.is_some() && request.location.pool().is_none() {
+        return Err(Problem::invalid("osd_encryption", NO_OSDS));
+    }
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),
@@ -274,10 +284,14 @@ async fn add_to(
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec.clone()).await?;
-    let (pools, mounted_key) = match agent.measure_datastore(spec).await? {
-        DatastoreCondition::Available { pools, mounted_key, .. } => (pools, mounted_key),
-        _ => (Vec::new(), None),
+    let (pools, mounted_key, told) = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, mounted_key, osds, .. } => {
+            (pools, mounted_key, osds)
+        }
+        _ => (Vec::new(), None, None),
     };
+    let stated = request.osd_encryption.and_then(StatedOsds::stated);
+    let told_by = told.map(|_| host.id);
     let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let datastore = datastores::Datastore {
         id,
@@ -291,6 +305,7 @@ async fn add_to(
         usage: Some(usage),
         pools,
         key: wrapped.as_ref().and_then(|key| key.fingerprint.clone()),
+        osds: Osds { facts: OsdFacts { stated, told }, told_by },
     };
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;
@@ -321,6 +336,42 @@ pub async fn set_key(
 ) -> Result<Outcome<RekeyedDatastore>, Problem> {
     let set = datastore_keys::set(services, caller, name, request, dry_run).await?;
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
+}
+
+/// Changes what is stated of the OSDs of a pool's cluster. Guests that run go on.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastore,
+    dry_run: bool,
+) -> Result<Outcome<Datastore>, Problem> {
+    caller.require(Privilege::ManageDatastores)?;
+    let mut write = services.store.write().await?;
+    let datastore = datastores::find(&mut write, name).await?;
+    let datastore = datastore.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let Some(stated) = request.osd_encryption else {
+        let detail = "must be given: nothing else of a datastore is changed here";
+        return Err(Problem::invalid("osd_encryption", detail));
+    };
+    if datastore.hosts.iter().all(|on| on.location.pool().is_none()) {
+        return Err(Problem::invalid("osd_encryption", NO_OSDS));
+    }
+    let (kind, target) = ("datastore.changed", datastore.name.as_str());
+    let detail = match stated {
+        StatedOsds::Yes => "the OSDs of its cluster are stated to be encrypted",
+        StatedOsds::No => "the OSDs of its cluster are stated not to be encrypted",
+        StatedOsds::Ask => "its cluster is asked whether its OSDs are encrypted",
+    };
+    datastores::set_osds_stated(&mut write, datastore.id, stated.stated()).await?;
+    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
+    if dry_run {
+        return Ok(Outcome::planned("datastore.set", target, format!("note that {detail}")));
+    }
+    let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
+    let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
+    write.commit().await?;
+    Ok(Outcome::Done(shown(now)))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.

@@ -14,6 +14,7 @@ use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
+use crate::services::osds;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
 
@@ -146,7 +147,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     // A guest that only reboots goes on as it is.
     if !matches!(run.task.operation, Operation::RebootVm { .. }) {
-        require_messenger(run, &vm).await?;
+        require_places(run, &vm).await?;
     }
     let agent = run.agent(&vm)?;
     let first = match run.task.operation {
@@ -235,11 +236,14 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Refuses connections to storage that the VM's policy does not allow.
-async fn require_messenger(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+/// Refuses connections to storage that the VM's policy does not allow, and OSDs that are not encrypted as it asks.
+async fn require_places(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
-    let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
-    Ok(policy.map_or(Ok(()), |policy| policy.require_messenger(&disks))?)
+    let mut read = run.store().read().await?;
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let Some(policy) = policy else { return Ok(()) };
+    policy.require_messenger(&disks)?;
+    Ok(osds::require(&mut read, &policy, &disks).await?)
 }
 
 fn again(why: &str) -> StepError {

@@ -78,6 +78,7 @@ impl Template {
             usage: None,
             pools: Vec::new(),
             key: None,
+            osds: Default::default(),
         };
         let mut write = store.write().await.unwrap();
         providers::set_verified(&mut write, provider).await.unwrap();
@@ -98,6 +99,7 @@ impl Template {
                 cpu_model: None,
                 downtime_milliseconds: None,
                 messenger: None,
+                osd_encryption: None,
                 redundancy: Default::default(),
                 image_layout: Default::default(),
             };

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::adopt::{AdoptVms, Adoption};
-use vmseal_api::datastore::{DatastoreScan, SetDatastoreKey};
+use vmseal_api::datastore::{DatastoreScan, SetDatastore, SetDatastoreKey};
 use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 use vmseal_control::services::{self, Services};
@@ -54,6 +54,24 @@ pub(super) async fn show(
     PathSegment(name): PathSegment,
 ) -> Result<Json<Datastore>, ProblemResponse> {
     Ok(Json(services::datastores::show(&control, &caller, &name).await?))
+}
+
+/// Changes what is stated of the OSDs of a pool's cluster, which counts before what its monitors say. Guests that run go on.
+#[utoipa::path(patch, path = "/api/v1/datastores/{datastore}", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    request_body = SetDatastore, responses((status = 200, body = DatastoreOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetDatastore>,
+) -> Result<Answer<Json<Datastore>>, ProblemResponse> {
+    Ok(Answer(
+        services::datastores::set(&control, &caller, &name, request, query.dry_run)
+            .await?
+            .map(Json),
+    ))
 }
 
 /// Changes the key of the user of a pool of Ceph that the server holds, and gives it to the hosts that have the datastore. One of those that
