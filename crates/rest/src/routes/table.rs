@@ -117,7 +117,10 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                     routes!(vms::migrate),
                     [Names, NeedsState, AsksHost, NeedsKey, AsksRemote, StartsTask],
                 )
-                .with(routes!(vms::evacuate), [Names, NeedsState, AsksHost, NeedsKey, StartsTask])
+                .with(
+                    routes!(vms::evacuate),
+                    [Names, NeedsState, AsksHost, NeedsKey, AsksProvider, StartsTask],
+                )
                 .with(routes!(arrivals::check), [Inventory])
                 .with(routes!(arrivals::begin), [TakesName, NeedsState, AsksProvider, StartsTask])
                 .with(routes!(arrivals::show), [Inventory])

@@ -12,9 +12,10 @@ use vmseal_api::request::EvacuateVm;
 use vmseal_api::size::Size;
 
 use super::{
-    Candidates, Fit, NO_ROOM, Promised, cannot_go, examine, free_memory, others, require_room,
+    Candidates, Fit, NO_ROOM, Promised, cannot_go, examine, free_memory, key, others, require_room,
     same_machine, takes_vms,
 };
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::services::caller::{Caller, Privilege};
 use crate::services::vms::{begin, find, require_ready};
@@ -78,6 +79,8 @@ pub(crate) async fn evacuate_after(
             candidates.best(&vm)?
         }
     };
+    // As its start does: with a key that may not encrypt anything new, it could not be started there.
+    key::require(services, &vm, Purpose::Encrypt).await?;
     let mut write = services.store.write().await?;
     if wanted.starts {
         require_room(services, &mut write, &vm, &fit.host).await?;
@@ -230,7 +233,8 @@ async fn fits(
         return Err(NO_ROOM.to_owned());
     }
     examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
-    Ok(Fit { host, free, encrypted: true, downtime_milliseconds: None, copies: None })
+    let (downtime_milliseconds, copies) = (None, None);
+    Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }
 
 /// Where a host has a pool that a disk is on.
