@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::datastore::MountFacts;
+
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
 pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
@@ -28,6 +30,9 @@ pub struct Mounted {
     /// The socket at which filters connect that are to read and write images without FUSE; none where it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub channel: Option<String>,
+    /// How it has connected; none of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<MountFacts>,
 }
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a

@@ -156,12 +156,13 @@ impl Inside {
         DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } }
     }
 
-    fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
+    fn condition(&mut self, spec: &DatastoreSpec) -> DatastoreCondition {
         let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
         let mounted_key = self.mounted_key(&spec.location);
+        let mount = self.mount(&spec.location);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools, mounted_key }
+            DatastoreCondition::Available { usage, pools, mounted_key, mount }
         };
         if let Some(free) = self.free {
             return available(free);

@@ -330,8 +330,12 @@ struct Inside {
     pools: Vec<PoolFacts>,
     /// The fingerprints of the keys that mounts of pools use, by their places: these outlive agents.
     mounted_keys: BTreeMap<PathBuf, String>,
+    /// How pools are mounted, by their places: this outlives agents, too.
+    mounts: BTreeMap<PathBuf, MountFacts>,
     /// The keys of pools that their cluster refuses.
     refused_keys: Vec<Vec<u8>>,
+    /// The monitors that are of another cluster, and its fsid.
+    other_clusters: BTreeMap<String, String>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
@@ -373,7 +377,9 @@ impl SimulatedHost {
             free: None,
             pools: Vec::new(),
             mounted_keys: BTreeMap::new(),
+            mounts: BTreeMap::new(),
             refused_keys: Vec::new(),
+            other_clusters: BTreeMap::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),

@@ -21,7 +21,7 @@ use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
-use crate::storage::pool::{facts, mounted_key};
+use crate::storage::pool::{facts, mounted};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -144,8 +144,9 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
         Ok(usage) => {
-            let (pools, mounted_key) = (facts(&spec.location), mounted_key(&spec.location));
-            DatastoreCondition::Available { usage, pools, mounted_key }
+            let (pools, mounted) = (facts(&spec.location), mounted(&spec.location));
+            let (mounted_key, mount) = mounted.map_or((None, None), |it| (it.key, it.mount));
+            DatastoreCondition::Available { usage, pools, mounted_key, mount }
         }
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }

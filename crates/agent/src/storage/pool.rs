@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, RbdPool};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
 use crate::mounts::{POOL, file_system, served_by};
-use crate::storage::pool_keys;
+use crate::storage::{pool_keys, pool_ways};
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. A remount may have less left.
@@ -58,6 +58,7 @@ pub fn set_program(program: PathBuf, run_dir: PathBuf) {
 /// # Errors
 /// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says.
 pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
+    let pool = &latest(path, pool);
     if is_mounted(path) {
         return Ok(());
     }
@@ -69,6 +70,18 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     let (program, run_dir) = program_for(path, pool)?;
     let key = key_for(path, pool)?;
     start_and_wait((program, run_dir), path, pool, key.as_deref(), MOUNT_TIMEOUT)
+}
+
+/// A pool by the latest way that this host was told.
+pub(super) fn latest(path: &Path, pool: &RbdPool) -> RbdPool {
+    let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
+    pool_ways::latest(records.as_deref(), path, pool)
+}
+
+/// Forgets by which way the pool that was mounted there was reached: another one may be mounted there.
+pub fn forget_way(path: &Path) {
+    let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
+    pool_ways::forget(records.as_deref(), path);
 }
 
 /// The lock of a mount point. Its holder may mount a pool there, or end the process that serves it. Starts of VMs wait for the lock, so each
@@ -282,11 +295,11 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
-/// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
+/// What the mount of a datastore says of itself; none of a directory, or where that is not said. Blocks.
 #[must_use]
-pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
+pub fn mounted(of: &DatastoreLocation) -> Option<Mounted> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    served_by(path)?.key
+    served_by(path)
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
@@ -380,6 +393,7 @@ pub(crate) mod tests {
             data_pool: Some("ec".to_owned()),
             messenger: Messenger::Secure,
             create: None,
+            changed: None,
         }
     }
 

@@ -68,8 +68,17 @@ impl PoolOptions {
         };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
         let Self { user, data_pool, messenger, create, .. } = self;
-        let pool =
-            RbdPool { monitors, user, keyring, pool, namespace, data_pool, messenger, create };
+        let pool = RbdPool {
+            monitors,
+            user,
+            keyring,
+            pool,
+            namespace,
+            data_pool,
+            messenger,
+            create,
+            changed: None,
+        };
         Some(DatastoreLocation::Rbd { path, pool: Box::new(pool) })
     }
 }

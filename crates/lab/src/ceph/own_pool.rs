@@ -252,6 +252,7 @@ fn access(record: &Record, pool: &Pool, home: &Path) -> RbdPool {
             arguments::Messenger::Secure => Messenger::Secure,
         },
         create: None,
+        changed: None,
     }
 }
 
