@@ -128,7 +128,7 @@ pub struct Datastore {
     pub pools: Vec<PoolFacts>,
 }
 
-/// A datastore whose key was changed.
+/// A datastore whose key was changed, or how hosts get to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct RekeyedDatastore {

@@ -41,6 +41,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
+use vmseal_api::datastore::MountFacts;
 use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;

@@ -338,9 +338,9 @@ pub(crate) mod tests {
             try_way_by(by, &place, &pool(), (None, cluster), in_time())
         };
         // With the keyring that the pool names.
-        let takes = "#!/bin/sh\n[ \"$1 $2 $3\" = '--check --cluster fsid' ] && \
-                     [ \"$*\" != \"${*#*--keyring /etc/ceph/keyring}\" ] && exit 0\n\
-                     echo another cluster $3 >&2\nexit 1\n";
+        let takes = "#!/bin/sh\ncase \"$*\" in\n\
+                     '--check --cluster fsid '*' --keyring /etc/ceph/keyring '*) exit 0 ;;\n\
+                     esac\necho another cluster \"$3\" >&2\nexit 1\n";
         write_script(&program, takes);
         try_it(Some("fsid")).unwrap();
         let refused = try_it(Some("other")).unwrap_err();

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, Args, Subcommand};
+use clap::{Arg, ArgGroup, Args, Subcommand};
 use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
@@ -147,24 +147,42 @@ pub enum Datastore {
         #[command(flatten)]
         pool: PoolOptions,
     },
-    /// Change the key of a pool of a Ceph cluster that the server holds
+    /// Change how hosts get to a pool of a Ceph cluster, or the key of it that the server holds
     ///
-    /// One of the hosts that have the datastore tries it first: a key that the cluster refuses, or whose user may not write to the pool, is
-    /// not kept. Then they all get it at once. Where the pool is mounted it stays so with the former key, until it is mounted anew (vmseal
-    /// datastore remount): `vmseal datastore show` says which host uses which.
+    /// It is tried first, a key alone by one of the hosts that have the datastore, and everything else by all of them: what the cluster
+    /// refuses, whose user may not write to the pool, or what leads to another cluster, is not kept. The datastore keeps its disks. Where
+    /// the pool is mounted it stays so as it is, until it is mounted anew (vmseal datastore remount): `vmseal datastore show` says which
+    /// host uses what.
+    #[command(group = ArgGroup::new("change").required(true).multiple(true))]
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
-        /// The user's key: a keyring, or a file with the key alone; - is standard input
-        #[arg(long, value_name = "FILE")]
-        key_file: PathBuf,
+        /// The monitors' addresses, as mon_host in ceph.conf has them; of the same cluster
+        #[arg(long, value_name = "ADDRESSES", group = "change")]
+        monitors: Option<String>,
+        /// The Ceph user
+        #[arg(long, value_name = "client.NAME", group = "change")]
+        user: Option<String>,
+        /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
+        #[arg(long, value_name = "MODE", group = "change")]
+        messenger: Option<Messenger>,
+        /// The file with the user's key, on the hosts: of a pool that was added with such a file
+        #[arg(long, value_name = "FILE", group = "change", conflicts_with = "key_file")]
+        keyring: Option<PathBuf>,
+        /// The user's key, of a pool whose key the server holds: a keyring, or a file with the key alone; - is standard input
+        #[arg(long, value_name = "FILE", group = "change")]
+        key_file: Option<PathBuf>,
         /// Keep the key untried: before the cluster knows it, or while no host is connected
-        #[arg(long)]
+        #[arg(
+            long,
+            requires = "key_file",
+            conflicts_with_all = ["monitors", "user", "messenger", "keyring"]
+        )]
         force: bool,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Have hosts mount a pool of a Ceph cluster anew, with the key, or the keyring, of now
+    /// Have hosts mount a pool of a Ceph cluster anew, with the key, or the keyring, and the monitors of now
     ///
     /// Each host tries the key first. If the cluster takes it, the vmseal-rbd that serves the pool is ended, and another one started:
     /// guests with disks there wait for a second or two, and lose nothing. One host follows the other. It is refused while a task works
@@ -172,7 +190,8 @@ pub enum Datastore {
     Remount {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
-        /// Only this host, whatever key it uses [default: the hosts that do not use the key that the server holds]
+        /// Only this host, whatever it uses [default: the hosts that do not use the key that the server holds, or get to the pool as they
+        /// did before `datastore set`]
         #[arg(long)]
         host: Option<String>,
         #[command(flatten)]

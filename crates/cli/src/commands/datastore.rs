@@ -2,13 +2,13 @@
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::datastore::RbdPool;
+use vmseal_api::datastore::{RbdPool, SetDatastore};
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::Datastore;
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
-use super::{adopt, datastore_key, datastore_remount, list};
+use super::{adopt, datastore_key, datastore_remount, datastore_way, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 
@@ -38,7 +38,22 @@ pub async fn run(
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
-        arguments::Datastore::Set { name, key_file, force, dry_run } => {
+        arguments::Datastore::Set {
+            name,
+            monitors,
+            user,
+            messenger,
+            keyring,
+            key_file,
+            force,
+            dry_run,
+        } => {
+            let way = SetDatastore { monitors, user, messenger, keyring, key: None };
+            if way != SetDatastore::default() {
+                let way = (name.as_str(), way, key_file.as_deref());
+                return datastore_way::set(server, output, way, dry_run.dry_run).await;
+            }
+            let key_file = key_file.context("say what to change")?;
             let key = (name.as_str(), key_file.as_path(), force);
             datastore_key::set(server, output, key, dry_run.dry_run).await
         }
@@ -79,7 +94,7 @@ pub async fn run(
     }
 }
 
-/// Where the key of each pool's user is, which one each host uses, and how the cluster keeps what is stored in each pool.
+/// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, and how the cluster keeps what is stored there.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -90,6 +105,7 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let mut lines: Vec<_> = pools.map(|pool| ("KEY", key(pool))).collect();
     lines.dedup();
     lines.extend(datastore_key::of_hosts(datastore));
+    lines.extend(datastore_way::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
     lines

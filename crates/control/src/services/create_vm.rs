@@ -20,6 +20,7 @@ use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
 use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
@@ -452,8 +453,8 @@ pub(super) async fn place(
             detached: false,
         });
     }
-    policy
-        .require_messenger(&made)
+    mounted::require_messenger(write, policy, host.id, &made)
+        .await
         .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
     redundancy::require(write, policy, &made)
         .await

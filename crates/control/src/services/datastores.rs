@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, MountedKey, RbdPool, SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, MountFacts, MountedKey, MountedWay, RbdPool,
+    SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
-    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, RBD_DATASTORES,
+    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
 };
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
@@ -18,7 +19,7 @@ use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
-use super::{Outcome, PageRequest, Services, datastore_keys, page_of};
+use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of};
 use crate::hosts::pool_keys;
 use crate::store::datastores::OnHost;
 use crate::store::events::NewEvent;
@@ -36,7 +37,12 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
             MountedKey { fingerprint, current }
         };
         let mounted_key = on.mounted_key.map(mounted);
-        DatastoreHost { host: on.host_name, location: on.location, mounted_key }
+        let way = on.location.pool().map(RbdPool::way);
+        let mounted = on.mount.map(|MountFacts { way: mounted, messenger, cluster }| {
+            let current = way.as_ref() == Some(&mounted);
+            MountedWay { messenger, cluster, current }
+        });
+        DatastoreHost { host: on.host_name, location: on.location, mounted_key, mounted }
     };
     let hosts = datastore.hosts.into_iter().map(shown_on).collect();
     Datastore {
@@ -111,11 +117,13 @@ pub(super) fn can_mount(
     let takes_key = pool.keyring.is_some() || view.has(POOL_KEYS);
     let chooses = pool.create.is_some_and(|create| create.failure_domain.is_some());
     let keeps_apart = !chooses || view.has(FAILURE_DOMAINS);
-    let lacks = match (mounts, takes_key, keeps_apart) {
-        (true, true, true) => return Ok(()),
+    let follows = pool.changed.is_none() || view.has(POOL_WAYS);
+    let lacks = match (mounts, takes_key, keeps_apart, follows) {
+        (true, true, true, true) => return Ok(()),
         (false, ..) => "cannot mount pools of Ceph",
-        (_, false, _) => "takes no keys of pools from the server",
-        (_, _, false) => "makes no pools with a failure domain of one's choice",
+        (_, false, ..) => "takes no keys of pools from the server",
+        (_, _, false, _) => "makes no pools with a failure domain of one's choice",
+        (.., false) => "does not know pools whose monitors, user or messenger were changed",
     };
     services.hosts.connected(host)?;
     let detail = format!("the agent of host '{name}' {lacks}: upgrade vmseal there");
@@ -215,6 +223,7 @@ pub async fn add(
     caller.require(Privilege::ManageDatastores)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     check_location(&request.location)?;
+    let request = AddDatastore { location: request.location.asked(), ..request };
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),
@@ -223,19 +232,24 @@ pub async fn add(
     can_mount(services, (host.id, &host.name), &request.location)?;
     services.hosts.connected(host.id)?;
     let key = datastore_keys::of_request(services, &request)?;
+    let on = OnHost {
+        host: host.id,
+        host_name: host.name.clone(),
+        location: request.location.clone(),
+        mounted_key: None,
+        mount: None,
+    };
+    datastore_keys::forget_former(services, &on).await?;
     if let Some(pool) = request.location.pool().filter(|pool| dry_run && pool.create.is_some()) {
         return Ok(Outcome::Planned(with_new_pools(&request, pool)));
     }
     let Some(key) = key else {
         return add_to(services, caller, host, request, None, dry_run).await;
     };
-    let location = request.location.clone();
-    let (host_id, host_name) = (host.id, host.name.clone());
-    let on = OnHost { host: host_id, host_name, location: location.clone(), mounted_key: None };
     datastore_keys::give(services, &request.name, &on, &key).await?;
     let added = add_to(services, caller, host, request, Some(&key), dry_run).await;
     if !matches!(added, Ok(Outcome::Done(_))) {
-        datastore_keys::forget(services, host_id, &location).await;
+        datastore_keys::forget(services, on.host, &on.location).await;
     }
     added
 }
@@ -274,9 +288,11 @@ async fn add_to(
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec.clone()).await?;
-    let (pools, mounted_key) = match agent.measure_datastore(spec).await? {
-        DatastoreCondition::Available { pools, mounted_key, .. } => (pools, mounted_key),
-        _ => (Vec::new(), None),
+    let (pools, mounted_key, mount) = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, mounted_key, mount, .. } => {
+            (pools, mounted_key, mount)
+        }
+        _ => (Vec::new(), None, None),
     };
     let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let datastore = datastores::Datastore {
@@ -287,6 +303,7 @@ async fn add_to(
             host_name: host.name,
             location: request.location.kept(),
             mounted_key,
+            mount,
         }],
         usage: Some(usage),
         pools,
@@ -320,6 +337,18 @@ pub async fn set_key(
     dry_run: bool,
 ) -> Result<Outcome<RekeyedDatastore>, Problem> {
     let set = datastore_keys::set(services, caller, name, request, dry_run).await?;
+    Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
+}
+
+/// Changes how hosts get to a pool of Ceph, once each of them has tried it.
+pub async fn set(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastore,
+    dry_run: bool,
+) -> Result<Outcome<RekeyedDatastore>, Problem> {
+    let set = datastore_ways::set(services, caller, name, request, dry_run).await?;
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
 }
 

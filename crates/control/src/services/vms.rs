@@ -16,6 +16,7 @@ use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, examine_change, image_layouts, page_of, room};
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
@@ -437,7 +438,10 @@ async fn require_messenger(
 ) -> Result<(), Problem> {
     let mut read = services.store.read().await?;
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
-    policy.map_or(Ok(()), |policy| policy.require_messenger(disks))
+    drop(read);
+    let Some(policy) = policy else { return Ok(()) };
+    let agent = services.hosts.connected(vm.host)?;
+    mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.

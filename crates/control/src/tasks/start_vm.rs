@@ -13,6 +13,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
@@ -239,7 +240,9 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
 async fn require_messenger(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
     let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
-    Ok(policy.map_or(Ok(()), |policy| policy.require_messenger(&disks))?)
+    let Some(policy) = policy else { return Ok(()) };
+    let agent = run.agent(vm)?;
+    Ok(mounted::require_messenger_now(run.store(), &*agent, &policy, vm.host, &disks).await?)
 }
 
 fn again(why: &str) -> StepError {

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use vmseal_api::adopt::{AdoptVms, Adoption};
-use vmseal_api::datastore::{DatastoreScan, SetDatastoreKey};
+use vmseal_api::datastore::{DatastoreScan, SetDatastore, SetDatastoreKey};
 use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 use vmseal_control::services::{self, Services};
@@ -76,7 +76,27 @@ pub(super) async fn set_key(
     ))
 }
 
-/// Has a host mount a pool of Ceph anew, with the key that the server holds now, or with the keyring as it is now, after the cluster has taken
+/// Changes how hosts get to a pool of Ceph: monitors, user, messenger, keyring, and the key that the server holds, together or alone. Each
+/// host that has the datastore tries it first, as does a dry run: where one cannot use the pool so, or reaches another cluster, nothing is
+/// changed. The datastore keeps its id and its disks. A pool that is mounted stays as it is until its host mounts it anew.
+#[utoipa::path(patch, path = "/api/v1/datastores/{datastore}", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    request_body = SetDatastore, responses((status = 200, body = RekeyedDatastoreOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetDatastore>,
+) -> Result<Answer<Json<RekeyedDatastore>>, ProblemResponse> {
+    Ok(Answer(
+        services::datastores::set(&control, &caller, &name, request, query.dry_run)
+            .await?
+            .map(Json),
+    ))
+}
+
+/// Has a host mount a pool of Ceph anew, by the way that the datastore has now, with the key that the server holds now, or with the keyring as it is now, after the cluster has taken
 /// that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
 #[utoipa::path(post, path = "/api/v1/datastores/{datastore}/hosts/{host}/remount", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"),
