@@ -501,9 +501,8 @@ pub(crate) mod tests {
         };
         let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool()) };
         let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
-        let remount = |only_try, key| {
-            Remount { datastore: datastore.clone(), only_try, key, cluster: None }
-        };
+        let remount =
+            |only_try, key| Remount { datastore: datastore.clone(), only_try, key, cluster: None };
         let opened = key_to_try(&key_box, &remount(true, sealed("/ceph"))).unwrap();
         assert_eq!(opened.as_ref().map(SecretBytes::expose), Some(key.expose()));
         assert!(key_to_try(&key_box, &remount(false, None)).unwrap().is_none());

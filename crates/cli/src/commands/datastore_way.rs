@@ -40,11 +40,7 @@ pub async fn set(
 }
 
 /// Whose key is read: the new user's, else that of the datastore.
-async fn user_of(
-    server: &ServerClient,
-    path: &str,
-    way: &SetDatastore,
-) -> anyhow::Result<String> {
+async fn user_of(server: &ServerClient, path: &str, way: &SetDatastore) -> anyhow::Result<String> {
     if let Some(user) = &way.user {
         return Ok(user.clone());
     }

@@ -239,12 +239,14 @@ pub async fn set_location(
     host: HostId,
     location: &DatastoreLocation,
 ) -> Result<(), StoreError> {
-    sqlx::query("UPDATE datastore_hosts SET location = $1 WHERE datastore_id = $2 AND host_id = $3")
-        .bind(to_json(location))
-        .bind(datastore.to_string())
-        .bind(host.to_string())
-        .execute(to)
-        .await?;
+    sqlx::query(
+        "UPDATE datastore_hosts SET location = $1 WHERE datastore_id = $2 AND host_id = $3",
+    )
+    .bind(to_json(location))
+    .bind(datastore.to_string())
+    .bind(host.to_string())
+    .execute(to)
+    .await?;
     Ok(())
 }
 
