@@ -301,11 +301,11 @@ async fn tell_all(
         }
         // Whatever it finds there, and whether it answers now: it is asked again and again.
         drop(agent.measure_datastore(datastore.spec(on)).await);
-        Ok(())
+        Ok::<(), Problem>(())
     });
     let told = join_all(told).await;
     for (on, told) in datastore.hosts.iter().zip(told) {
-        let Err::<(), Problem>(problem) = told else { continue };
+        let Err(problem) = told else { continue };
         // It gets the key when it answers again.
         if is_silence(&problem) && services.hosts.connected(on.host).is_err() {
             continue;
