@@ -126,6 +126,24 @@ impl Cluster {
         assert!(output.status.success(), "{words:?}: {}", said(&output));
     }
 
+    /// Asks the cluster as the administrator; what it answers as JSON.
+    #[must_use]
+    pub fn ask(&self, words: &[&str]) -> Value {
+        let mut command = Command::new("ceph");
+        command.arg("-c").arg(self.directory().join("ceph.conf"));
+        let output = command.args(words).args(["-f", "json"]).output().unwrap();
+        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// The UUIDs of its OSDs.
+    #[must_use]
+    pub fn osd_uuids(&self) -> Vec<String> {
+        let dump = self.ask(&["osd", "dump"]);
+        let osds = dump["osds"].as_array().unwrap();
+        osds.iter().map(|osd| osd["uuid"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// The keyring of user `client.vmseal`, which has the rights that docs/ceph.md gives it.
     #[must_use]
     pub fn user(&self) -> PathBuf {

@@ -229,7 +229,7 @@ const HALF_MADE: [&str; 17] = [
 
 /// How the endings of others begin, which have a task, a snapshot or a core dump behind that.
 const HALF_MADE_OF: [&str; 6] =
-    ["restored-", "tpm-restored-", "copy-memory-", "source-memory-", "copy-core-", "source-core-"];
+    ["restored-", "tpm-", "copy-memory-", "source-memory-", "copy-core-", "source-core-"];
 
 /// Whether a file is one that no task leaves that has ended as done, failed or undone.
 #[must_use]

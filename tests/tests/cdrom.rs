@@ -8,6 +8,7 @@ use serde_json::Value;
 use vmseal_tests::guest::{Console, medium};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
+use vmseal_tests::two_hosts::{HERE, THERE, only_host};
 
 /// What the guest on a medium says first.
 const STARTED: &str = "VMSEAL-STARTED-FROM-MEDIUM";
@@ -167,6 +168,55 @@ fn a_guest_that_is_resumed_has_in_its_drive_what_was_put_in_meanwhile() {
     let mut guest = here.console("web").unwrap();
     starts_again(&mut guest, "third");
     assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"]["medium"], third);
+}
+
+/// Both hosts are this machine, and have the same files.
+#[test]
+fn a_guest_that_moves_to_another_host_goes_on_reading_its_medium() {
+    let mut here = Installation::new().unwrap();
+    let media = ["first", "second"].map(|name| make_medium(&here, name));
+    let [first, second] = media.each_ref().map(|path| text(path).unwrap());
+    let store = here.path("datastore");
+    here.add_host(THERE).unwrap();
+    here.vmseal(&["datastore", "share", "local", "--host", THERE, "--path", text(&store).unwrap()])
+        .unwrap();
+    create(&here, "web", &["--cdrom", first, "--boot", "cdrom,disk"]);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect(STARTED, 0).unwrap();
+    reads(&mut guest, "first");
+    drop(guest);
+
+    // Another file takes the name of the one that the guest has open, and that one comes back.
+    let kept = here.path("kept.iso");
+    std::fs::rename(first, &kept).unwrap();
+    std::fs::copy(&kept, first).unwrap();
+    let refused = here.refused(&["vm", "migrate", "web", THERE, "--dry-run"]).unwrap();
+    assert!(refused.contains("the guest has another file open"), "{refused}");
+    assert!(refused.contains("vmseal vm cdrom eject web"), "{refused}");
+    std::fs::rename(&kept, first).unwrap();
+    let planned = here.vmseal(&["vm", "migrate", "web", THERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("choose host 'there'"), "{planned}");
+
+    here.vmseal(&["vm", "migrate", "web", THERE]).unwrap();
+    assert_eq!(only_host(&here, "web").unwrap(), THERE);
+    let mut guest = here.console("web").unwrap();
+    reads(&mut guest, "first");
+    // There it can be changed, and goes back with what was put in.
+    here.vmseal(&["vm", "cdrom", "insert", "web", second]).unwrap();
+    starts_again(&mut guest, "second");
+    drop(guest);
+    here.vmseal(&["vm", "migrate", "web", HERE]).unwrap();
+    assert_eq!(only_host(&here, "web").unwrap(), HERE);
+    let mut guest = here.console("web").unwrap();
+    reads(&mut guest, "second");
+
+    std::fs::remove_file(second).unwrap();
+    let refused = here.refused(&["vm", "migrate", "web", THERE]).unwrap();
+    assert!(refused.contains("on host 'here' it cannot be compared"), "{refused}");
+    here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
+    here.vmseal(&["vm", "migrate", "web", THERE]).unwrap();
+    assert_eq!(only_host(&here, "web").unwrap(), THERE);
 }
 
 #[test]

@@ -229,6 +229,12 @@ fn check_encrypted(cluster: &Cluster, status: &Value) {
         assert_eq!(begin, *b"LUKS\xba\xbe");
     }
     assert_eq!(mounts_below(&cluster.directory()).len(), 3);
+    // Clients that ask for the keys of dm-crypt find that OSDs are encrypted, and not with what.
+    let kept = cluster.ask(&["config-key", "ls"]);
+    let kept = kept.as_array().unwrap();
+    for uuid in cluster.osd_uuids() {
+        assert!(kept.iter().any(|key| *key == format!("dm-crypt/osd/{uuid}/luks")), "{kept:?}");
+    }
 }
 
 /// When what serves a block is killed, it is started again, and its OSD with it.

@@ -15,6 +15,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket, socketpair};
+use vmseal_api::datastore::Messenger;
 use vmseal_api::rbd::{ASK_TICKET, MOUNTED_ATTRIBUTE, Mounted};
 use vmseal_channel::{
     Operation, Piece, RING_BYTES, Requester, SLOTS, SharedMemory, TICKET_BYTES, ToFilter, ToServer,
@@ -45,6 +46,8 @@ struct Queue {
 fn connection(mount: &Mount) -> OwnedFd {
     let mounted = attribute(&mount.path(""), MOUNTED_ATTRIBUTE).unwrap();
     let mounted: Mounted = serde_json::from_str(&mounted).unwrap();
+    // As the library has it in force.
+    assert_eq!(mounted.messenger, Some(Messenger::Crc));
     let path = mounted.channel.expect("it has a socket");
     assert!(Path::new(&path).is_absolute(), "{path}");
     let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);

@@ -24,7 +24,7 @@ use vmseal_tests::shell_guest::{booted, image};
 const VM: &str = "web";
 
 /// A running guest on the pool of a datastore, with the marker on its disk.
-fn started(here: &Installation, datastore: &str) -> Console {
+pub fn started(here: &Installation, datastore: &str) -> Console {
     let image = image().unwrap();
     let disk = format!("datastore={datastore},format=raw,image={},size=64MiB", image.display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk];

@@ -41,8 +41,12 @@ impl Image {
         file = File::options().read(true).write(true).open(this.path()).unwrap();
         let (vm, provider) = (Uuid::new_v4().into_bytes(), Uuid::new_v4().into_bytes());
         let context = KeyContext { vm, provider, key_id: "test" };
-        let identity =
-            Identity { disk: Uuid::new_v4(), holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = Identity {
+            disk: Uuid::new_v4(),
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: Default::default(),
+        };
         vmseal_luks::create(&mut file, SIZE, &this.dek, &kek, &context, identity).unwrap();
         this.write_kek(&kek);
         this

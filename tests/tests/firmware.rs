@@ -4,6 +4,9 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fs::File;
+use std::path::Path;
+
 use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
@@ -207,6 +210,60 @@ fn what_a_host_does_not_have_is_refused_and_nothing_is_made() {
     assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
     // Not beside the rest, which needs a machine without huge pages.
     runs_on_huge_pages(&here);
+}
+
+/// A domain of libvirt's whose disk is this image, and whose variables this file.
+fn domain(image: &Path, nvram: &Path) -> String {
+    format!(
+        "<domain type='kvm'><name>web</name><memory unit='MiB'>128</memory><vcpu>1</vcpu>
+         <os firmware='efi'><type arch='x86_64'>hvm</type><nvram>{}</nvram></os>
+         <devices><disk type='file' device='disk'><driver name='qemu' type='raw'/>
+         <source file='{}'/><target dev='vda' bus='virtio'/></disk></devices></domain>",
+        text(nvram).unwrap(),
+        text(image).unwrap()
+    )
+}
+
+/// What libvirt keeps of a guest's variables becomes the VM's, as ciphertext; what the VM's firmware does not read is refused.
+#[test]
+fn variables_of_a_libvirt_domain_come_with_it() {
+    let here = Installation::new().unwrap();
+    create(&here, "old", "encrypted", &["--firmware", "uefi"]);
+    here.vmseal(&["vm", "start", "old"]).unwrap();
+    set_variable(&mut firmware_shell::open(&here, "old"), NAME, "112233");
+    here.vmseal(&["vm", "stop", "old", "--force"]).unwrap();
+    // A raw file of them, as libvirt has.
+    let nvram = here.path("web_VARS.fd");
+    let to = ["--format", "raw", "--to", text(&nvram).unwrap(), "--plaintext"];
+    let export = ["disk", "export", "old", "uefi-variables"];
+    here.vmseal(&[&export[..], &to].concat()).unwrap();
+    let (image, xml, short) = (here.path("web.img"), here.path("web.xml"), here.path("2M_VARS.fd"));
+    File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    File::create(&short).unwrap().set_len(128 << 10).unwrap();
+    std::fs::write(&xml, domain(&image, &nvram)).unwrap();
+    let import = ["vm", "import", "--libvirt", text(&xml).unwrap(), "--policy", "encrypted"];
+    let import = [&import[..], &["--datastore", "local"]].concat();
+    for (more, said) in [
+        (&["--firmware", "uefi-secure-boot"][..], "no keys of secure boot"),
+        (&["--nvram", text(&short).unwrap()], "OVMF's 2M build"),
+        (&["--firmware", "bios", "--nvram", text(&nvram).unwrap()], "a BIOS has no variables"),
+    ] {
+        for dry in [&["--dry-run"][..], &[]] {
+            let message = here.refused(&[&import[..], more, dry].concat()).unwrap();
+            assert!(message.contains("--nvram: ") && message.contains(said), "{message}");
+        }
+    }
+    let plan = [&import[..], &["--reset-nvram", "--dry-run"]].concat();
+    assert!(here.vmseal(&plan).unwrap().contains("uefi-variables ("));
+
+    here.vmseal(&import).unwrap();
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    has_variable(&mut firmware_shell::open(&here, "web"), NAME, "11 22 33");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    assert!(!is_readable(&here, "web"), "the variables are in the clear on the datastore");
+    let file = std::fs::read(&nvram).unwrap();
+    let name: Vec<u8> = NAME.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    assert!(contains(&file, name), "the search does not find what is there");
 }
 
 /// Variables are a disk in layers, too: these follow while the firmware has them, and each snapshot brings its own back.

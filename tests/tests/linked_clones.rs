@@ -264,6 +264,24 @@ fn a_linked_clone_is_a_vm_like_others() {
     here.vmseal(&["vm", "stop", "one", "--force"]).unwrap();
 }
 
+/// Encrypts a VM whose files others have: what its task says has become of them, which nobody is told were overwritten.
+fn left_by_encryption(here: &Installation, vm: &str) -> serde_json::Value {
+    let done = here.try_vmseal(&["vm", "encrypt", vm, "-o", "json"]).unwrap();
+    let said = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.success(), "{said}");
+    assert!(said.contains("disk 'disk0': its former image was not overwritten"), "{said}");
+    assert!(said.contains("Linked clones ") && !said.contains("overwritten with zeroes"), "{said}");
+    let task: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    let former = task["former_images"].as_array().unwrap();
+    assert_eq!(former.len(), 1, "{task}");
+    assert_eq!(former[0]["name"], "disk0");
+    let kind = ["events", "--kind", "vm.former-images-removed", "--target", vm];
+    let told = here.json(&kind).unwrap();
+    assert_eq!(told.as_array().unwrap().len(), 1, "{told}");
+    assert!(told[0]["detail"].as_str().unwrap().contains("was not overwritten"), "{told}");
+    former[0]["fate"].clone()
+}
+
 /// A clone of what is not encrypted is not either, until it is encrypted, whether the other VM is or not: what they shared is left to the clones.
 #[test]
 fn a_linked_clone_of_a_plain_vm_is_plain_and_each_is_encrypted_alone() {
@@ -275,7 +293,9 @@ fn a_linked_clone_of_a_plain_vm_is_plain_and_each_is_encrypted_alone() {
     let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
     let keep = "linked clones 'one', 'two' keep what they share with it, in the clear";
     assert!(warned.contains(keep), "{warned}");
-    here.vmseal(&["vm", "encrypt", "web"]).unwrap();
+    let left = left_by_encryption(&here, "web");
+    assert_eq!((&left["is"], &left["in_the_clear"]), (&"shared".into(), &true.into()), "{left}");
+    assert_eq!(left["clones"], serde_json::json!(["one", "two"]));
     assert!(!is_in_the_clear(&here, "web", "TEXT-OF-BASE"));
     assert_eq!(here.vm("web").unwrap()["clones"], serde_json::Value::Null);
     assert_eq!(here.vm("one").unwrap()["linked"], serde_json::Value::Null);
@@ -283,7 +303,8 @@ fn a_linked_clone_of_a_plain_vm_is_plain_and_each_is_encrypted_alone() {
     let mut one = started(&here, "one");
     reads(&mut one, "TEXT-OF-BASE");
     write(&mut one, "TEXT-OF-ONE");
-    here.vmseal(&["vm", "encrypt", "one"]).unwrap();
+    let left = left_by_encryption(&here, "one");
+    assert_eq!(left["clones"], serde_json::json!(["two"]), "{left}");
     reads(&mut one, "TEXT-OF-ONE");
     for text in ["TEXT-OF-BASE", "TEXT-OF-ONE"] {
         assert!(!is_in_the_clear(&here, "one", text), "{text} is in the clear");

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
+use vmseal_tests::held_steps::{begun, dying_at, without_holding};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
@@ -197,42 +198,138 @@ fn what_a_tpm_keeps_moves_with_its_guest_and_is_there_at_its_next_start() {
     is_on(&here, THERE);
 }
 
-#[test]
-fn what_a_tpm_keeps_goes_to_another_datastore_where_both_hosts_have_the_one_it_is_on() {
-    let (here, register) = with_tpm();
-    let (share, remove) =
-        (["datastore", "share", "local", "--host", THERE], ["datastore", "remove", "far"]);
+/// Gives the other host the datastore that the VM is on.
+fn share(here: &Installation) {
     let place = here.path("datastore");
-    here.vmseal(&[&share[..], &["--path", text(&place).unwrap()]].concat()).unwrap();
+    let share = ["datastore", "share", "local", "--host", THERE, "--path"];
+    here.vmseal(&[&share[..], &[text(&place).unwrap()]].concat()).unwrap();
+}
+
+/// The datastores of the VM's disks.
+fn places(here: &Installation) -> Vec<String> {
+    let vm = here.vm(VM).unwrap();
+    let disks = vm["disks"].as_array().unwrap().iter();
+    disks.map(|disk| disk["datastore"].as_str().unwrap().to_owned()).collect()
+}
+
+/// What is beside the VM's disks on the datastore that both hosts have: the directories of what a TPM keeps.
+fn tpm_directories(here: &Installation) -> Vec<String> {
+    let vm = here.vm(VM).unwrap();
+    let home = here.path("datastore").join(vm["id"].as_str().unwrap());
+    let entries = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap());
+    let directories = entries.filter(|entry| entry.file_type().unwrap().is_dir());
+    directories.map(|entry| entry.file_name().into_string().unwrap()).collect()
+}
+
+/// The guest is on this host alone, on the datastore that both hosts have, with what its TPM keeps and has measured; and nothing is left
+/// beside that.
+fn is_on_shared(here: &Installation, host: &str, register: &str) {
+    assert_eq!(two_hosts::only_host(here, VM).unwrap(), host);
+    assert_eq!(places(here), ["local", "local"]);
+    let mut guest = here.console(VM).unwrap();
+    keeps(&mut guest);
+    assert_eq!(measured(&mut guest), register, "what it has measured since it booted");
+    drop(guest);
+    let left = || two_hosts::processes(here, other(host), SWTPM).is_empty().then_some(());
+    eventually("no TPM is left at the other host", left).unwrap();
+    let vm = here.vm(VM).unwrap();
+    let id =
+        vm["disks"].as_array().unwrap().iter().find(|disk| disk["role"] == "tpm").unwrap()["id"]
+            .as_str()
+            .unwrap();
+    let only = || (tpm_directories(here) == [format!("{id}.tpm")]).then_some(());
+    eventually("one directory has what the TPM keeps", only)
+        .unwrap_or_else(|error| panic!("{error}: {:?}", tpm_directories(here)));
+}
+
+#[test]
+fn what_a_tpm_keeps_stays_on_a_datastore_that_both_hosts_have() {
+    let (here, mut register) = with_tpm();
+    share(&here);
+    let planned = here.vmseal(&["vm", "migrate", VM, THERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("choose host 'there'") && !planned.contains("copies"), "{planned}");
+    for to in [THERE, HERE, THERE] {
+        here.vmseal(&["vm", "migrate", VM, to]).unwrap();
+        is_on_shared(&here, to, &register);
+        let mut guest = here.console(VM).unwrap();
+        assert_eq!(ask(&mut guest, &extend(), DONE.len()), DONE);
+        let next = measured(&mut guest);
+        assert_ne!(next, register);
+        register = next;
+    }
+    // It is what the next start finds, and a migration after that.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "prove", VM]).unwrap();
+    let mut guest = started(&here);
+    keeps(&mut guest);
+    let register = measured(&mut guest);
+    drop(guest);
+    here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
+    is_on_shared(&here, HERE, &register);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    let left = here.datastore_entries(&here.path("datastore")).unwrap();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// The steps of a migration before the one at which the guest changes hosts: each is held before and after it is done.
+const BEFORE_SWITCH: usize = 2;
+
+/// The destination's agent dies when all has been loaded there, and when the guest runs there and the server does not know it yet.
+#[test]
+fn what_a_tpm_keeps_on_a_shared_datastore_is_where_its_guest_is_when_the_destination_s_agent_dies()
+{
+    let (mut here, register) = with_tpm();
+    share(&here);
+    let held = here.hold_steps().unwrap();
+    let mut source = HERE;
+    for moment in [2 * BEFORE_SWITCH, 2 * BEFORE_SWITCH + 1] {
+        let connected = || {
+            let hosts = here.json(&["host", "list"]).ok()?;
+            let is_connected = |host: &serde_json::Value| host["connection"] == "connected";
+            hosts.as_array()?.iter().all(is_connected).then_some(())
+        };
+        eventually("both hosts are connected", connected).unwrap();
+        let task = begun(&here, &["vm", "migrate", VM, other(source)]);
+        let die = |here: &mut Installation, _: &std::path::Path| {
+            Victim::AgentOf(false).kill(here, source);
+        };
+        let (at, _) = dying_at(&mut here, &held, (&task, moment), |_| {}, die);
+        assert!(at.is_some_and(|at| at.contains("switch")), "moment {moment}");
+        let host = two_hosts::only_host(&here, VM).unwrap();
+        is_on_shared(&here, &host, &register);
+        // Whether it has moved or not: it moves on.
+        let to = other(&host);
+        without_holding(&held, || here.vmseal(&["vm", "migrate", VM, to]).unwrap());
+        is_on_shared(&here, to, &register);
+        source = to;
+    }
+    without_holding(&held, || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap());
+    without_holding(&held, || keeps(&mut started(&here)));
+}
+
+#[test]
+fn what_a_tpm_keeps_goes_to_another_datastore_that_is_named() {
+    let (here, register) = with_tpm();
+    share(&here);
     let same = ["vm", "migrate", VM, THERE, "--datastore", "local"];
     let refused = here.refused(&same).unwrap();
-    assert!(refused.contains("moves only to another one"), "{refused}");
-    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    assert!(refused.contains("has the datastores of all disks"), "{refused}");
+    here.vmseal(&["vm", "migrate", VM, THERE, "--datastore", "far"]).unwrap();
     assert_eq!(two_hosts::only_host(&here, VM).unwrap(), THERE);
-    let of = || {
-        let vm = here.vm(VM).unwrap();
-        let disks = vm["disks"].as_array().unwrap().iter();
-        disks.map(|disk| disk["datastore"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
-    };
-    assert_eq!(of(), ["local", "far"]);
+    assert_eq!(places(&here), ["local", "far"]);
     let mut guest = here.console(VM).unwrap();
     keeps(&mut guest);
     assert_eq!(measured(&mut guest), register);
     drop(guest);
+    assert_eq!(tpm_directories(&here), [""; 0]);
     here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
-    assert_eq!(
-        (two_hosts::only_host(&here, VM).unwrap().as_str(), of()),
-        (HERE, vec!["local".to_owned(), "local".to_owned()])
-    );
-    keeps(&mut here.console(VM).unwrap());
+    is_on_shared(&here, HERE, &register);
     let far = here.path("far");
     eventually("nothing is left there", || {
         here.datastore_entries(&far).ok().filter(Vec::is_empty).map(drop)
     })
     .unwrap();
-    here.vmseal(&remove).unwrap();
-    let refused = here.refused(&["vm", "migrate", VM, THERE]).unwrap();
-    assert!(refused.contains("moves only to another one"), "{refused}");
 }
 
 /// Moves the VM while processes die; `has_all` checks that its guest has lost nothing.
@@ -276,4 +373,20 @@ fn whatever_dies_what_a_tpm_keeps_is_where_its_guest_is() {
     });
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     keeps(&mut started(&here));
+}
+
+#[test]
+fn whatever_dies_what_a_tpm_keeps_on_a_shared_datastore_is_where_its_guest_is() {
+    if !has_its_turn() {
+        return;
+    }
+    let (mut here, register) = with_tpm();
+    share(&here);
+    let starts = |here: &Installation| {
+        assert_eq!(ask(&mut started(here), &extend(), DONE.len()), DONE);
+    };
+    let victims = [&Victim::OF_ANY_VM[..], &[Victim::Tpm]].concat();
+    two_hosts::move_while_processes_die(&mut here, VM, (&victims, 1800), starts, |here, host| {
+        is_on_shared(here, host, &register);
+    });
 }

@@ -102,7 +102,6 @@ fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     for change in [
         &["vm", "stop", VM, "--force"][..],
         &["disk", "add", VM, "--disk", "name=more,datastore=local,size=8MiB"],
-        &["snapshot", "create", VM, "one"],
         &["vm", "delete", VM],
         &["vm", "start", VM, "--boot-once", "network"],
     ] {
@@ -202,6 +201,99 @@ fn a_snapshot_with_memory_brings_its_guest_back_as_often_as_wanted() {
     let home = home(&here);
     here.vmseal(&["vm", "delete", VM]).unwrap();
     assert!(!home.exists(), "{:?}", std::fs::read_dir(&home).map(Iterator::count));
+}
+
+/// Asleep, a guest is kept by a snapshot, reverted to it, and rid of it, and each time goes on with the memory that fits its disks.
+#[test]
+fn a_suspended_guest_is_kept_by_a_snapshot_and_has_its_old_memory_again() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    here.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
+    here.vmseal(&["snapshot", "create", VM, "disks"]).unwrap();
+    for (name, memory) in [("asleep", true), ("disks", false)] {
+        let shown = here.json(&["snapshot", "show", VM, name]).unwrap();
+        assert_eq!(shown["memory"], memory, "{name}");
+    }
+    is_off_and_saved(&here);
+    assert_eq!(kept(&here).len(), 1);
+    assert!(!is_in_the_clear(&here), "the memory is in the clear");
+    // It goes on above new layers, and the snapshot keeps what it had.
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+    counts(&mut console, 2);
+    suspend(&here, console);
+    for running in [&[][..], &["--running"]] {
+        let revert = [&["snapshot", "revert", VM, "asleep"][..], running].concat();
+        let why = here.refused(&revert).unwrap();
+        assert!(why.contains("--discard-memory"), "{why}");
+        is_off_and_saved(&here);
+    }
+    here.vmseal(&["vm", "recrypt", VM]).unwrap();
+    here.vmseal(&["snapshot", "revert", VM, "asleep", "--discard-memory"]).unwrap();
+    is_off_and_saved(&here);
+    // A snapshot keeps the memory that it has now: nothing is lost.
+    here.vmseal(&["snapshot", "revert", VM, "asleep"]).unwrap();
+    here.vmseal(&["snapshot", "delete", VM, "disks"]).unwrap();
+    is_off_and_saved(&here);
+    let mut console = resume(&here);
+    counts(&mut console, 1);
+    suspend(&here, console);
+    here.vmseal(&["snapshot", "delete", VM, "asleep"]).unwrap();
+    is_off_and_saved(&here);
+    assert!(kept(&here).is_empty());
+    let layers = here.home_files(VM).unwrap().into_iter().filter(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().contains(".layer-"))
+    });
+    assert_eq!(layers.count(), 0, "layers are not merged");
+    let mut console = resume(&here);
+    counts(&mut console, 2);
+    // Without memory: it boots from what the disks held.
+    here.vmseal(&["snapshot", "create", VM, "awake"]).unwrap();
+    counts(&mut console, 3);
+    suspend(&here, console);
+    here.vmseal(&["snapshot", "revert", VM, "awake", "--discard-memory"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["power"], "off");
+    assert!(!memory(&here).exists(), "the next start would take it");
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    let disk = format!("dd if=/dev/vda bs=512 skip={NUMBER_AT} count=1 2>/dev/null | tr -dc 0-9");
+    run(&mut console, &format!("echo DISK-$({disk})-RAM-$n-"), "DISK-3-RAM--").unwrap();
+}
+
+/// Whatever dies meanwhile, the memory that is there is that of the disks.
+#[test]
+fn what_dies_while_a_suspended_vm_is_reverted_leaves_no_memory_of_other_disks() {
+    if !has_its_turn() {
+        return;
+    }
+    let (mut here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    suspend(&here, console);
+    here.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
+    console = resume(&here);
+    counts(&mut console, 1);
+    let revert = ["snapshot", "revert", VM, "asleep", "--discard-memory"];
+    for (round, milliseconds) in some_of(&[0, 20, 50, 120, 250]).into_iter().enumerate() {
+        suspend(&here, console);
+        // There is no filter to kill.
+        let victim = [Victim::Agent, Victim::Server, Victim::Machine][round % 3];
+        let ended = during(&mut here, VM, &revert, victim, milliseconds);
+        here.wait_host().unwrap();
+        if ended.status.success() {
+            here.wait_power(VM, "suspended").unwrap();
+        } else {
+            let power = eventually("the VM is at rest", || {
+                let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
+                matches!(power.as_str(), "off" | "suspended").then_some(power)
+            });
+            println!("after {milliseconds} ms of {victim:?}: {}", power.unwrap());
+            here.vmseal(&revert).unwrap();
+        }
+        is_off_and_saved(&here);
+        console = resume(&here);
+        counts(&mut console, 1);
+    }
 }
 
 #[test]

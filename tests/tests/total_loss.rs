@@ -81,6 +81,43 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
 }
 
 #[test]
+fn a_vm_that_was_recrypted_since_the_backup_gets_the_key_that_its_disks_name() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    stop(&here, "web");
+    let given = file(&here, "backup.passphrase", OF_BACKUP);
+    let backup = text(&here.path("server.backup")).unwrap().to_owned();
+    let data_dir = text(&here.path("server")).unwrap().to_owned();
+    here.vmseal(&["server", "backup", "--to", &backup, "--passphrase-file", &given]).unwrap();
+    let old = here.vm("web").unwrap();
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    let new = here.vm("web").unwrap();
+    assert_ne!(old["key"], new["key"]);
+    let place = here.path("datastore").join(new["id"].as_str().unwrap()).join("vm.json");
+    let described =
+        || -> Value { serde_json::from_slice(&std::fs::read(&place).unwrap()).unwrap() };
+    let named = described()["key"].clone();
+
+    // Its host restarts, and is told the old key.
+    here.lose_server().unwrap();
+    here.kill_agent();
+    let restore =
+        ["server", "restore", &backup, "--data-dir", &data_dir, "--passphrase-file", &given];
+    here.vmseal(&restore).unwrap();
+    here.start_server().unwrap();
+    here.start_agent().unwrap();
+    assert_eq!(here.vm("web").unwrap()["key"], old["key"]);
+    here.wait_alarm("web", "key-differs").unwrap();
+    assert_eq!(described()["key"], named, "the descriptor was overwritten with the old key");
+    let found = here.json(&["datastore", "adopt", "local"]).unwrap();
+    assert_eq!(line(&found, "web")["status"], "begun", "{found}");
+    here.wait_no_alarm("web", "key-differs").unwrap();
+    assert_eq!(here.vm("web").unwrap()["key"], new["key"]);
+    assert_eq!(here.boot_counter("web").unwrap(), 2);
+}
+
+#[test]
 fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_their_data() {
     let mut here = Installation::new().unwrap();
     for (vm, policy) in
@@ -89,12 +126,17 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
         let image = here.counter_image().unwrap();
         let disk = format!("datastore=local,format=raw,image={}", text(&image).unwrap());
         let card = ["--nic", "user,forward=tcp:22"];
-        let tpm: &[&str] = if vm == "web" { &["--tpm"] } else { &[] };
+        let tpm: &[&str] = if ["web", "bare"].contains(&vm) { &["--tpm"] } else { &[] };
         here.vmseal(&[&create(vm, policy, &disk)[..], &card, tpm].concat()).unwrap();
         assert_eq!(here.boot_counter(vm).unwrap(), 1);
     }
     for vm in ["cold", "bare", "open"] {
         stop(&here, vm);
+    }
+    // What is said of one that runs, and of one that is off.
+    for vm in ["web", "cold"] {
+        let say = ["--description", "the shop", "--label", "tier=gold", "--autostart", "on"];
+        here.vmseal(&[&["vm", "set", vm][..], &say].concat()).unwrap();
     }
     // What it holds then is the count of one boot.
     here.vmseal(&["snapshot", "create", "cold", "first"]).unwrap();
@@ -172,6 +214,11 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     let said = here.refused(&by_header).unwrap();
     assert!(said.contains("cannot be adopted as things are: 1"), "{said}");
     here.vmseal(&[&by_header[..], &["--unauthenticated"]].concat()).unwrap();
+    // The header of a TPM's disk says what it is.
+    let shown = here.vm("bare").unwrap();
+    let names: Vec<_> = shown["disks"].as_array().unwrap().iter().map(|it| &it["name"]).collect();
+    assert_eq!(names, ["disk0", "tpm"]);
+    assert_eq!(shown["hardware"]["tpm"], true);
 
     let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
     for vm in ["web", "cold", "open"] {
@@ -184,6 +231,11 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     let after = here.vm("cold").unwrap();
     for field in ["id", "name", "vcpus", "memory", "key", "policy", "host", "nics"] {
         assert_eq!(before[field], after[field], "{field}");
+    }
+    for vm in ["web", "cold"] {
+        let after = here.vm(vm).unwrap();
+        assert_eq!(after["description"], "the shop", "{vm}");
+        assert_eq!((&after["labels"]["tier"], &after["autostart"]), (&"gold".into(), &true.into()));
     }
     assert_eq!(before["disks"][0], after["disks"][0]);
     assert_eq!(before["nics"].as_array().unwrap().len(), 1);

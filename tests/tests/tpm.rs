@@ -10,12 +10,14 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use vmseal_tests::eventually;
+use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest;
 use vmseal_tests::tpm_guest::{
-    DONE, MARKER, ask, create, define, has_tpm, hex, keeps, read, start, write,
+    DONE, MARKER, ask, create, define, extend, has_tpm, hex, keeps, measured, read, start,
+    undefine, write,
 };
 
 /// The user that a process runs as.
@@ -154,6 +156,55 @@ fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
     assert_eq!(found["others"], 0, "{found}");
     here.vmseal(&["vm", "delete", "web"]).unwrap();
     assert!(!kept.exists(), "what a TPM kept is left");
+}
+
+/// Whether the guest's TPM keeps the marker no longer: it answers the question for it with an error.
+fn has_forgotten(guest: &mut Console) -> bool {
+    // The tag of an answer without a session, which only errors have here.
+    ask(guest, &read(), 4) == "8001"
+}
+
+/// QEMU saves what the TPM holds with the guest's memory, and loads it into the TPM when the guest goes on.
+#[test]
+fn a_revert_takes_the_tpm_back_with_memory_and_leaves_it_as_it_is_without() {
+    let here = Installation::new().unwrap();
+    create(&here, "web", &[]);
+    let mut guest = start(&here, "web");
+    assert_eq!(ask(&mut guest, &define(), DONE.len()), DONE);
+    assert_eq!(ask(&mut guest, &write(), DONE.len()), DONE);
+    here.vmseal(&["snapshot", "create", "web", "disks"]).unwrap();
+    let register = measured(&mut guest);
+    here.vmseal(&["snapshot", "create", "web", "asleep", "--memory"]).unwrap();
+    assert_eq!(ask(&mut guest, &extend(), DONE.len()), DONE);
+    assert_ne!(measured(&mut guest), register);
+    assert_eq!(ask(&mut guest, &undefine(), DONE.len()), DONE);
+    assert!(has_forgotten(&mut guest));
+    drop(guest);
+
+    // With memory: what it has measured, and what it keeps, also at the next start.
+    here.vmseal(&["snapshot", "revert", "web", "asleep", "--running"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    keeps(&mut guest);
+    assert_eq!(measured(&mut guest), register);
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let mut guest = start(&here, "web");
+    keeps(&mut guest);
+
+    // Without: what was done to it since stays done. So it does where the memory is given up.
+    assert_eq!(ask(&mut guest, &undefine(), DONE.len()), DONE);
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    here.vmseal(&["snapshot", "revert", "web", "disks"]).unwrap();
+    assert!(has_forgotten(&mut start(&here, "web")));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    here.vmseal(&["snapshot", "revert", "web", "asleep"]).unwrap();
+    here.vmseal(&["vm", "start", "web", "--discard-memory"]).unwrap();
+    let mut guest = here.console("web").unwrap();
+    guest.expect("VMSEAL-NET eth0", 0).unwrap();
+    assert!(has_forgotten(&mut guest));
+    drop(guest);
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 }
 
 #[test]

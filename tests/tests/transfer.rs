@@ -440,13 +440,22 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     std::fs::write(&xml, domain.replace(bridge, "<interface type='user'>")).unwrap();
     let plan = here.vmseal(&planned).unwrap();
     assert!(plan.contains("uefi-variables (") && plan.contains("tpm ("), "{plan}");
-    // The domain has UEFI, and the guest of its disks a boot loader for BIOS.
-    let arguments = [&of_domain[..], &["--firmware", "bios"]].concat();
-    let output = here.try_vmseal(&arguments).unwrap();
+    let output = here.try_vmseal(&planned).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success() && said.contains("not imported: the network card"), "{said}");
+    assert!(said.contains("not imported: the network card"), "{said}");
+    assert!(said.contains("--network default:user"), "{said}");
+    let other = [&planned[..], &["--network", "lab:user"]].concat();
+    assert!(here.refused(&other).unwrap().contains("no network 'lab'"));
+    // The domain has UEFI, and the guest of its disks a boot loader for BIOS.
+    let more = ["--firmware", "bios", "--network", "default:user,forward=tcp:22"];
+    let output = here.try_vmseal(&[&of_domain[..], &more].concat()).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !said.contains("'default'"), "{said}");
     assert!(said.contains("not imported: what the TPM keeps"), "{said}");
     let shown = here.vm("web").unwrap();
+    let cards = shown["nics"].as_array().unwrap();
+    assert_eq!(cards.len(), 2, "{shown}");
+    assert_eq!(cards[0]["backend"]["forwards"][0]["guest_port"], 22, "{shown}");
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
     assert_eq!((names[0], names[1], &shown["vcpus"]), (&"vdb".into(), &"vda".into(), &2.into()));

@@ -23,6 +23,7 @@ mod running;
 mod shared;
 mod snapshots;
 mod survey;
+mod suspended_snapshots;
 mod tpm;
 
 use std::path::{Path, PathBuf};
@@ -183,6 +184,7 @@ impl Session {
             ],
             snapshots: Vec::new(),
             images: None,
+            about: None,
         };
         Self { fixture, place, second: DatastoreId::new(), kek, spec, key_box }
     }
@@ -276,6 +278,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     examine::off(agent, &session).await;
     mirror::suspended(agent, &mut session).await;
     backups::suspended(agent, &session).await;
+    suspended_snapshots::disk(agent, &session).await;
     running(agent, &session).await;
     session
 }
@@ -369,6 +372,7 @@ async fn datastores(agent: &dyn HostAgent, session: &Session) {
             format: ImageFormat::Raw,
             force: false,
         }),
+        firmware: None,
     };
     let disk = new(&session.place, Some(&session.fixture.image));
     done(agent.examine_disk(disk).await, "examining a disk that can be created");

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use vmseal_api::former_image::FormerImage;
 use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{
     Departure, JobKind, JobProgress, JobSpec, JobState, JobStatus, MigrationProgress, MirrorJob,
@@ -74,6 +75,7 @@ struct Job {
     backup: Option<Box<BackupManifest>>,
     read_bytes: Option<u64>,
     migration: Option<MigrationProgress>,
+    former: Vec<FormerImage>,
 }
 
 impl Job {
@@ -123,6 +125,7 @@ impl Job {
             backup: None,
             read_bytes: self.read_bytes,
             migration: self.migration,
+            former: self.former.clone(),
         }
     }
 }
@@ -161,9 +164,20 @@ impl Jobs {
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
         let (proof, backup, read_bytes, migration) = (None, None, None, None);
-        let pace = CopyPace::default();
-        let job =
-            Job { spec, state, pace, parts, speed, quiesced, proof, backup, read_bytes, migration };
+        let (pace, former) = (CopyPace::default(), Vec::new());
+        let job = Job {
+            spec,
+            state,
+            pace,
+            parts,
+            speed,
+            quiesced,
+            proof,
+            backup,
+            read_bytes,
+            migration,
+            former,
+        };
         self.0.insert(task, job);
     }
 
@@ -261,6 +275,14 @@ impl Jobs {
     /// Records that a disk is made.
     pub fn made(&mut self, disk: DiskId) {
         self.finished(disk, JobState::Done);
+    }
+
+    /// Records that the former image of a disk is removed, if there was one, and what has become of it.
+    pub fn removed(&mut self, disk: DiskId, former: Option<FormerImage>) {
+        if let Some(job) = self.at_work(disk) {
+            job.former.extend(former);
+        }
+        self.made(disk);
     }
 
     /// Records that a disk's export, or its copy, is complete.

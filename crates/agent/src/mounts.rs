@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{major, minor};
+use vmseal_api::former_image::Discard;
 use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted};
 
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
@@ -34,12 +35,24 @@ pub fn file_system(directory: &Path) -> io::Result<Option<String>> {
 /// # Errors
 /// Those of the kernel's lists.
 pub fn pool_of(file: &File) -> io::Result<Option<PathBuf>> {
+    let Some(mount) = mount_of(file)? else { return Ok(None) };
+    Ok(place_of(&std::fs::read_to_string(LIST)?, &mount, POOL))
+}
+
+/// Whether the device of the file system that an open file is on is told which blocks are free.
+///
+/// # Errors
+/// Those of the kernel's lists.
+pub fn discard(file: &File) -> io::Result<Discard> {
+    let Some(mount) = mount_of(file)? else { return Ok(Discard::NotKnown) };
+    Ok(discard_at(&std::fs::read_to_string(LIST)?, &mount).unwrap_or_default())
+}
+
+/// The number of the mount by which a file was opened, as the kernel's list has it.
+fn mount_of(file: &File) -> io::Result<Option<String>> {
     let told = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
-    let Some(mount) = told.lines().find_map(|line| line.strip_prefix("mnt_id:")) else {
-        return Ok(None);
-    };
-    let mounts = std::fs::read_to_string(LIST)?;
-    Ok(place_of(&mounts, mount.trim(), POOL))
+    let mount = told.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+    Ok(mount.map(|mount| mount.trim().to_owned()))
 }
 
 /// Who serves a mount; none where that is a `vmseal-rbd` of an earlier version, or nobody. Blocks.
@@ -73,6 +86,23 @@ fn place_of(mounts: &str, mount: &str, kind: &str) -> Option<PathBuf> {
     let (root, place) = (of_mount.next()?, of_mount.next()?);
     let wanted = root == "/" && of_file_system.split(' ').next() == Some(kind);
     wanted.then(|| unescaped(place))
+}
+
+/// Whether the device of the mount with this number is told which blocks are free; none where its file system is on no device of this host.
+fn discard_at(mounts: &str, mount: &str) -> Option<Discard> {
+    let line = mounts.lines().find(|line| line.split(' ').next() == Some(mount))?;
+    let mut of_file_system = line.split_once(" - ")?.1.split(' ');
+    let (kind, device, options) =
+        (of_file_system.next()?, of_file_system.next()?, of_file_system.next()?);
+    // Mounts of programs may be called by the device of FUSE.
+    if !device.starts_with("/dev/") || kind == "fuse" || kind.starts_with("fuse.") {
+        return None;
+    }
+    let discards = |option: &str| option == "discard" || option.starts_with("discard=");
+    Some(match options.split(',').any(discards) {
+        true => Discard::AtRemoval,
+        false => Discard::ByFstrim,
+    })
 }
 
 /// A path of the list, which has spaces and others as a backslash and three octal digits.
@@ -117,10 +147,29 @@ mod tests {
         assert_eq!(pool_of(&file).unwrap(), None);
         // The number that the kernel tells of an open file is one of its list.
         let proc = File::open("/proc/self/stat").unwrap();
-        let told = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", proc.as_raw_fd()));
-        let told = told.unwrap();
-        let mount = told.lines().find_map(|line| line.strip_prefix("mnt_id:")).unwrap().trim();
+        let mount = mount_of(&proc).unwrap().unwrap();
         let mounts = std::fs::read_to_string(LIST).unwrap();
-        assert_eq!(place_of(&mounts, mount, "proc"), Some("/proc".into()));
+        assert_eq!(place_of(&mounts, &mount, "proc"), Some("/proc".into()));
+        assert_eq!(discard(&proc).unwrap(), Discard::NotKnown, "it is on no device");
+    }
+
+    #[test]
+    fn a_file_system_on_a_device_tells_it_of_free_blocks_where_it_is_mounted_so() {
+        let of = |file_system: &str| {
+            discard_at(&format!("{MOUNTS}50 21 8:2 / /srv/f rw - {file_system}\n"), "50")
+        };
+        for options in ["rw,discard", "rw,discard=async,space_cache=v2", "discard"] {
+            let told = of(&format!("ext4 /dev/sdb1 {options}"));
+            assert_eq!(told, Some(Discard::AtRemoval), "{options}");
+        }
+        for options in ["rw", "rw,nodiscard", "rw,discard_unit=block"] {
+            let told = of(&format!("xfs /dev/mapper/vms {options}"));
+            assert_eq!(told, Some(Discard::ByFstrim), "{options}");
+        }
+        for elsewhere in ["nfs4 nas:/a rw", "fuse.sshfs /dev/fuse rw,discard", "tmpfs tmpfs rw"] {
+            assert_eq!(of(elsewhere), None, "{elsewhere}");
+        }
+        assert_eq!(discard_at(MOUNTS, "21"), Some(Discard::ByFstrim));
+        assert_eq!(discard_at(MOUNTS, "4"), None, "no such mount");
     }
 }

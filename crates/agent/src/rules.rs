@@ -8,8 +8,8 @@ pub mod plugging;
 pub mod set_running;
 
 pub use self::jobs::{
-    check_copied, check_copy, check_job, check_not_sent, check_pace, check_sent_memory,
-    check_session, check_tpm_at_rest, lending,
+    check_copied, check_copy, check_job, check_not_sent, check_pace, check_revert,
+    check_sent_memory, check_session, check_tpm_at_rest, lending,
 };
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ use vmseal_api::guest::GuestCommand;
 use vmseal_api::hardware::{Firmware, TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::backup::TRACKING_PREFIX;
 use vmseal_api::host::{
-    DiskRole, DiskSpec, ExportJob, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
+    DiskRole, DiskSpec, ExportJob, Exposing, KeyReference, KeyState, SHUTDOWN_SECONDS_MAX, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
@@ -30,6 +30,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use vmseal_api::size::Size;
+
+use self::exclusion::Action;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
@@ -306,18 +308,38 @@ pub fn holds_data(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
     Err(wrong_state(spec, &what))
 }
 
-/// The preconditions of exposing a disk of a VM that is off, besides [`exclusion`].
+/// What it is to hold a disk exposed so.
+#[must_use]
+pub fn exposing(what: Exposing) -> Action {
+    match what {
+        Exposing::Hold { writable: true } => Action::ExposeToWrite,
+        Exposing::Hold { writable: false } | Exposing::Connect => Action::ExposeToRead,
+        Exposing::HoldKept { .. } => Action::ExposeKept,
+        Exposing::HoldSealed => Action::ExposeSealed,
+    }
+}
+
+/// The preconditions of exposing a disk with a filter of its own, besides [`exclusion`].
 ///
 /// # Errors
-/// `locked` without its key; `wrong-state` before it is made.
+/// `locked` without its key, where that is needed; `wrong-state` before it is made; `invalid-request` for the ciphertext of
+/// a disk that has none.
 pub fn check_exposure(
     spec: &VmSpec,
     disk: &DiskSpec,
     key: KeyState,
     made: bool,
+    what: Exposing,
 ) -> Result<(), Problem> {
     needs_to_be_made(spec, disk, made)?;
-    needs_key(spec, disk, key)
+    match (what.is_sealed(), disk.encrypted) {
+        (false, _) => needs_key(spec, disk, key),
+        (true, true) => Ok(()),
+        (true, false) => {
+            let what = format!("disk '{}' is not encrypted: expose it as it is", disk.name);
+            Err(Problem::invalid("sealed", what))
+        }
+    }
 }
 
 /// The preconditions of making a disk longer, besides [`exclusion`].

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixListener;
-use vmseal_agent::{AcceleratorChoice, AgentOptions, FILTER_RESTART_TIMEOUT, RealHost};
+use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{HostAgent, NoticeCode, Power, PowerOff, StopReason, VmSpec, VmState};
 use vmseal_api::id::VmId;
 use vmseal_api::problem::ErrorCode;
@@ -96,6 +96,7 @@ impl Host {
             accelerator: AcceleratorChoice::Tcg,
             hardening: None,
             filter_restart_timeout: FILTER_RESTART_TIMEOUT,
+            disk_stall: DISK_STALL,
             migration_listen: Some(([127, 0, 0, 1], 0).into()),
             place_memory: true,
         };
@@ -198,6 +199,7 @@ fn spec(vm: VmId) -> VmSpec {
         devices: vec![],
         snapshots: Vec::new(),
         images: None,
+        about: None,
     }
 }
 

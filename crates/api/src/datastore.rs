@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::new_pools::NewPools;
+use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
 use crate::redundancy::PoolFacts;
 
@@ -265,11 +266,15 @@ pub struct SetDatastoreKey {
     pub force: bool,
 }
 
-/// Changes how hosts get to a pool of Ceph, and the key of its user that the server holds. What is not named stays as it is.
+/// Changes a datastore: what is stated of the OSDs of a pool's cluster, how hosts get to the pool, and the key of its user that the server
+/// holds. What is not given stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SetDatastore {
+    /// What is stated of the OSDs of a pool's cluster: whether they are encrypted, or that the cluster is asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<StatedOsds>,
     /// The monitors' addresses, as in `mon_host` of `ceph.conf`. They must be of the same cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub monitors: Option<String>,
@@ -394,6 +399,9 @@ pub enum DatastoreCondition {
         /// earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mounted_key: Option<String>,
+        /// Whether the OSDs of the cluster are encrypted: none of a directory, or of a host of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        osds: Option<OsdEncryption>,
         /// How the mount of a pool gets to the cluster: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mount: Option<MountFacts>,
@@ -506,6 +514,35 @@ pub struct Claim {
     pub provider: crate::id::ProviderId,
     /// The key's id there.
     pub key_id: String,
+    /// What the disk is for.
+    #[serde(default, skip_serializing_if = "HeaderRole::is_data")]
+    pub role: HeaderRole,
+}
+
+/// What a disk is for, as its header says it. What an earlier version of vmseal made says nothing, and counts as data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum HeaderRole {
+    /// It is the guest's.
+    #[default]
+    Data,
+    /// It has the documents that cloud-init reads.
+    CloudInit,
+    /// It has the variables of a UEFI firmware.
+    UefiVariables,
+    /// It has the variables of a UEFI firmware with Secure Boot.
+    SecureBootVariables,
+    /// It has the key of what a TPM keeps.
+    Tpm,
+}
+
+impl HeaderRole {
+    /// Whether it is the guest's.
+    #[must_use]
+    pub fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
 }
 
 /// What is on a datastore, compared with the inventory.

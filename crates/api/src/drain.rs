@@ -75,6 +75,9 @@ pub struct Drain {
     /// The highest rate at which each VM is sent, in bytes a second; none is no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Whether the memory of VMs is compressed where that gets it to another host sooner.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compress: bool,
     /// The VMs that ran there when it began, or came there since, by name.
     #[serde(default)]
     pub vms: Vec<DrainedVm>,
@@ -174,6 +177,7 @@ mod tests {
                 parallel: 1,
                 stop_others: false,
                 rate: None,
+                compress: false,
                 vms: vms.collect(),
             };
             assert_eq!(drain.is_stuck(), stuck, "{states:?}");

@@ -26,6 +26,7 @@ use crate::image_layout::ImageLayout;
 use crate::key_fault::KeyFault;
 use crate::kmip::KmipDetails;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel, PortForward};
+use crate::osd_encryption::{AskedOsds, EncryptionPlace, OsdFacts};
 pub use crate::plan::Plan;
 use crate::redundancy::{PoolFacts, Redundancy};
 use crate::replica::REPLICA_RATE;
@@ -126,6 +127,9 @@ pub struct Datastore {
     /// How the cluster keeps what is stored in a pool of Ceph: the pool of names and headers, and that of data where it is another one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pools: Vec<PoolFacts>,
+    /// Whether the OSDs of a pool's cluster are encrypted; none of a directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<OsdFacts>,
 }
 
 /// A datastore whose key was changed, or how hosts get to it.
@@ -230,6 +234,10 @@ pub struct Policy {
     /// disks are in pools with that messenger. None asks for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
+    /// What the OSDs of Ceph clusters must be for VMs that have it: with `required` they start only where all of their disks in pools are on
+    /// encrypted OSDs. None asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<AskedOsds>,
     /// What failures its disks must outlive. With one, disks are made in pools of Ceph that do, and nowhere else.
     #[serde(default, skip_serializing_if = "Redundancy::is_nothing")]
     pub redundancy: Redundancy,
@@ -577,6 +585,9 @@ pub struct Disk {
     /// How its policy would have it, where that is otherwise: it gets that when its image is made anew, as in a move.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wanted_image_layout: Option<ImageLayout>,
+    /// Where it is encrypted; none of servers of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted_at: Option<EncryptionPlace>,
 }
 
 /// A network card.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::datastore::MountFacts;
+use crate::datastore::{Messenger, MountFacts};
 
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
@@ -10,6 +10,13 @@ pub const POOLS_ATTRIBUTE: &str = "user.vmseal.pools";
 
 /// The longest value of [`POOLS_ATTRIBUTE`], in bytes.
 pub const POOLS_MAX: usize = 4096;
+
+/// An extended attribute of the root directory: whether the OSDs of the cluster are encrypted, a [`crate::osd_encryption::OsdEncryption`] in
+/// JSON. A `vmseal-rbd` of an earlier version has none.
+pub const OSDS_ATTRIBUTE: &str = "user.vmseal.osd-encryption";
+
+/// The longest value of [`OSDS_ATTRIBUTE`], in bytes.
+pub const OSDS_MAX: usize = 256;
 
 /// An extended attribute of the root directory: who serves it, and with which key; a [`Mounted`] in JSON. A `vmseal-rbd` of an earlier
 /// version has none.
@@ -30,9 +37,24 @@ pub struct Mounted {
     /// The socket at which filters connect that are to read and write images without FUSE; none where it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub channel: Option<String>,
-    /// How it has connected; none of an earlier version.
+    /// How data goes over the network, as the library has it in force. None of a `vmseal-rbd` of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mount: Option<MountFacts>,
+    pub messenger: Option<Messenger>,
+    /// By which way it has connected ([`way_of`](crate::datastore::way_of)). None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub way: Option<String>,
+    /// The cluster, by its fsid. None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<String>,
+}
+
+impl Mounted {
+    /// How it gets to the cluster, where it says all of that.
+    #[must_use]
+    pub fn facts(&self) -> Option<MountFacts> {
+        let (way, cluster) = (self.way.clone()?, self.cluster.clone()?);
+        Some(MountFacts { way, messenger: self.messenger?, cluster })
+    }
 }
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a

@@ -43,6 +43,9 @@ pub const ARRIVALS_SUSPENDED: &str = "arrivals-suspended";
 /// What one says that takes VMs with a TPM which are off or suspended, with what the TPM keeps.
 pub const ARRIVALS_TPM_AT_REST: &str = "arrivals-tpm-at-rest";
 
+/// What one says that looks for hosts which read memory that is compressed, where it is asked to.
+pub const ARRIVALS_COMPRESSED: &str = "arrivals-compressed";
+
 /// Another control plane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -125,6 +128,10 @@ pub struct BeginArrival {
     /// with the feature `arrivals-suspended` takes one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub suspended: Option<SuspendedMemory>,
+    /// Whether the memory of its guest is compressed where that gets it there sooner. Only a server with the feature
+    /// `arrivals-compressed` takes that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compresses: bool,
 }
 
 /// The memory of a guest whose VM is suspended.
@@ -256,6 +263,10 @@ pub struct ArrivalChecks {
     /// The datastore of its disks there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
+    /// Whether what it is sent with is encrypted, as the VM asks for and both agents can; none where no host can take it, and from
+    /// a server of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encrypted: Option<bool>,
 }
 
 /// How far a VM is that arrives.

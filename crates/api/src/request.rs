@@ -15,6 +15,7 @@ use crate::host::{ContractRange, DatastoreLocation, SealedKey};
 pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use crate::migration::MigrationEncryption;
 use crate::nic::{MacAddress, NicBackend, NicLink, NicModel};
+use crate::osd_encryption::StatedOsds;
 use crate::passphrase::SealedPassphrase;
 use crate::transfer::{ExportFormat, ImageFormat};
 
@@ -111,6 +112,10 @@ pub struct DrainHost {
     /// The highest rate at which each VM is sent, in bytes a second; 0, as none, is no limit. At least 1 MiB otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Compresses the memory of VMs before it is encrypted, where that gets it there sooner. How long what is sent becomes tells
+    /// who watches the network something of what is in it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compress: bool,
 }
 
 /// Has VMs placed on a host again.
@@ -142,6 +147,9 @@ pub struct AddDatastore {
     /// datastore NAME`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedPassphrase>,
+    /// What is stated of the OSDs of a pool's cluster: whether they are encrypted. None, as `ask`, has the cluster asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<StatedOsds>,
 }
 
 /// Shares a datastore with another host.
@@ -257,6 +265,12 @@ pub struct CreateVm {
     /// on the datastore of the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+    /// A file on the host, by absolute path, whose variables of UEFI the VM begins with; none is what the host's firmware begins
+    /// with. It is raw, of OVMF's "4M" build (528 KiB), and has keys of secure boot if the VM's firmware is that with secure boot,
+    /// and else none.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uefi_variables: Option<PathBuf>,
 }
 
 /// Changes a VM. What is not given stays as it is.
@@ -497,7 +511,7 @@ pub struct CloneVm {
     pub rate: Option<u64>,
 }
 
-/// Takes a snapshot of a VM, off or running.
+/// Takes a snapshot of a VM, off, running or suspended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -512,7 +526,7 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which must run, is kept, too.
+    /// Whether the memory of the guest, which runs or is suspended, is kept, too.
     #[serde(default)]
     pub memory: bool,
 }
@@ -526,6 +540,9 @@ pub struct RevertSnapshot {
     /// first.
     #[serde(default)]
     pub running: bool,
+    /// Gives the saved memory of a suspended VM up: it is lost, as far as no snapshot keeps it. Where one does, this need not be said.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub discard_memory: bool,
 }
 
 impl Default for TakeSnapshot {
@@ -702,7 +719,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_milliseconds: Option<u32>,
     /// Compresses the memory of a running VM before it is encrypted, where that gets it there sooner. How long what is sent becomes
-    /// tells who watches the network something of what is in it. Not with `remote`.
+    /// tells who watches the network something of what is in it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compress: bool,
 }

@@ -1,6 +1,7 @@
 //! Shell completion. The shell calls this program, which knows its options and asks the server for names.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::time::Duration;
 
 use clap::{Arg, Command, CommandFactory};
@@ -12,8 +13,8 @@ use vmseal_api::model::TaskState;
 use vmseal_api::transfer::ImageFormat;
 
 use crate::arguments::{Arguments, Global, Shell};
-use crate::connection;
 use crate::disk_option::{DISK_KEYS, YES_NO};
+use crate::{connection, libvirt};
 
 /// The variable by which a shell asks for completions.
 const VARIABLE: &str = "COMPLETE";
@@ -48,6 +49,9 @@ const UNFINISHED: [&str; 6] = ["cancel", "pause", "resume", "set", "wait", "watc
 
 /// The verbs that take a new name.
 const NEW: [&str; 6] = ["add", "clone", "create", "dump", "import", "launch"];
+
+/// What a network of a libvirt domain may become.
+const NETWORK_KINDS: [&str; 3] = ["bridge=", "tap=", "user"];
 
 /// If a shell asks for completions, answers and ends the program.
 pub fn answer() {
@@ -93,6 +97,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "dump" => arg.add(ArgValueCandidates::new(|| kept_of_vm("dumps"))),
         "nic" if !takes_new => arg.add(ArgValueCandidates::new(|| of_vms("nics"))),
         "datastore" | "replicate_to" => named(arg, "datastores"),
+        "networks" => arg.add(ArgValueCompleter::new(network_option)),
         _ => arg,
     })
 }
@@ -191,6 +196,40 @@ fn disk_option_parts(current: &str, datastores: impl FnOnce() -> Vec<String>) ->
     fits.map(|part| format!("{before}{part}")).collect()
 }
 
+/// The next part of the value of `--network`, of the domain that is already typed.
+fn network_option(current: &OsStr) -> Vec<CompletionCandidate> {
+    let Some(current) = current.to_str() else { return Vec::new() };
+    candidates(network_option_parts(current, || {
+        // One that cannot be read is no reason to disturb the line.
+        let file = value_of("--libvirt", &typed_words());
+        file.and_then(|file| libvirt::networks_in(Path::new(&file)).ok()).unwrap_or_default()
+    }))
+}
+
+fn network_option_parts(current: &str, networks: impl FnOnce() -> Vec<String>) -> Vec<String> {
+    let parts: Vec<String> = match current.split_once(':') {
+        Some((network, _)) => {
+            NETWORK_KINDS.iter().map(|kind| format!("{network}:{kind}")).collect()
+        }
+        None => networks().into_iter().map(|network| format!("{network}:")).collect(),
+    };
+    parts.into_iter().filter(|it| it.starts_with(current)).collect()
+}
+
+/// The value of an option of the line, as `OPTION VALUE` or `OPTION=VALUE`.
+fn value_of(option: &str, typed: &[String]) -> Option<String> {
+    let mut words = typed.iter();
+    while let Some(word) = words.next() {
+        if word == option {
+            return words.next().cloned();
+        }
+        if let Some(value) = word.strip_prefix(option).and_then(|rest| rest.strip_prefix('=')) {
+            return Some(value.to_owned());
+        }
+    }
+    None
+}
+
 fn candidates(texts: Vec<String>) -> Vec<CompletionCandidate> {
     texts.into_iter().map(CompletionCandidate::new).collect()
 }
@@ -272,6 +311,21 @@ mod tests {
         assert_eq!(parts("size=1G,format=q"), ["size=1G,format=qcow2"]);
         assert_eq!(parts("size=1G,encrypted="), ["size=1G,encrypted=yes", "size=1G,encrypted=no"]);
         assert!(parts("size=1").is_empty());
+    }
+
+    #[test]
+    fn networks_are_those_of_the_domain_that_is_typed() {
+        let parts =
+            |current| network_option_parts(current, || vec!["default".into(), "lab".into()]);
+        assert_eq!(parts(""), ["default:", "lab:"]);
+        assert_eq!(parts("la"), ["lab:"]);
+        assert_eq!(parts("lab:"), ["lab:bridge=", "lab:tap=", "lab:user"]);
+        assert_eq!(parts("lab:u"), ["lab:user"]);
+        let words = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let file = |line: &str| value_of("--libvirt", &words(line));
+        assert_eq!(file("vmseal vm import --libvirt web.xml --network").unwrap(), "web.xml");
+        assert_eq!(file("vmseal vm import --libvirt=web.xml --network").unwrap(), "web.xml");
+        assert_eq!(file("vmseal vm import --network"), None);
     }
 
     /// What bash asks of the program, and what it then offers, once it has split the line so. The cursor is at its end;

@@ -194,6 +194,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     ),
     (
         "vmseal-vm-import",
+        "The same, with its card on libvirt's network 'default' on the bridge of that network:",
+        "vmseal vm import --libvirt web.xml --policy encrypted --datastore fast \\\n        --network default:bridge=virbr0",
+    ),
+    (
+        "vmseal-vm-import",
         "From an image:",
         "vmseal vm import web1 --policy encrypted --memory 2GiB \\\n        --disk datastore=fast,image=/srv/old/web1.qcow2,format=qcow2",
     ),
@@ -241,6 +246,11 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal-disk-expose",
         "A backup, from another terminal while this one runs:",
         "vmseal disk expose web1 disk0 --socket /run/web1.sock",
+    ),
+    (
+        "vmseal-disk-expose",
+        "Of one instant, while the VM runs, and still encrypted:",
+        "vmseal disk expose web1 disk0 --snapshot nightly --sealed --socket /run/web1.sock",
     ),
     (
         "vmseal-disk-bitmap",

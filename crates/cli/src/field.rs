@@ -41,6 +41,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("size", &["size", "disk_size"]),
     ("timeout_seconds", &["grace_period"]),
     ("to", &["to", "decrypt_to"]),
+    ("uefi_variables", &["nvram"]),
 ];
 
 /// Fields with passphrases, the ids of their options, and what they are called where they were asked for.
@@ -330,6 +331,7 @@ mod tests {
             "--old-passphrase-file",
         ),
         ("parallel", "vmseal host drain h", "--parallel"),
+        ("osd_encryption", "vmseal datastore set d --osd-encryption yes", "--osd-encryption"),
         ("passphrase", EXPORT, "passphrase"),
         ("passphrase", "vmseal provider unlock k --passphrase-file f", "--passphrase-file"),
         ("path", "vmseal vm guest exec web -- ls", "COMMAND"),
@@ -347,6 +349,7 @@ mod tests {
         ("replica.bytes_per_second", "vmseal policy create p --plain", "--replicate-rate"),
         ("replicate_rate", "vmseal policy set p --replicate-rate 1", "--replicate-rate"),
         ("replicate_to", "vmseal policy set p --replicate-to d", "--replicate-to"),
+        ("sealed", "vmseal disk expose web a --socket /s --sealed", "--sealed"),
         ("seconds", "vmseal vm guest exec web --seconds 0 -- ls", "--seconds"),
         ("size", "vmseal disk resize web a --size 1", "--size"),
         ("snapshot", "vmseal vm clone web new --snapshot s", "--snapshot"),
@@ -356,6 +359,11 @@ mod tests {
         ("to", EXPORT, "--to"),
         ("to", "vmseal vm dump web --decrypt-to f", "--decrypt-to"),
         ("token", "vmseal remote add r https://h:1", "--remote-token-file"),
+        (
+            "uefi_variables",
+            "vmseal vm import --libvirt f --policy p --datastore d --nvram /f",
+            "--nvram",
+        ),
         ("url", "vmseal remote add r https://h:1", "URL"),
         ("vcpus", CREATE, "--vcpus"),
         ("vms", "vmseal datastore adopt d --vm a", "--vm"),

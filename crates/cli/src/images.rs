@@ -22,6 +22,13 @@ pub const SYSTEM: &str = "/var/lib/vmseal/images";
 /// The name of the image that is built here.
 pub const DEBIAN: &str = "debian";
 
+/// A day, in seconds.
+const DAY: u64 = 24 * 60 * 60;
+
+/// The age from which an image is said to be old, in days. Nothing builds it again by itself, and a guest begins with the packages of
+/// the day it was built: it lacks the security updates since, of which a quarter of a year has some in nearly every part of a system.
+const OLD_DAYS: u64 = 90;
+
 /// An image.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Image {
@@ -68,6 +75,20 @@ pub fn has_partitions_for_uefi(image: &Path) -> anyhow::Result<bool> {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
         Err(error) => Err(error).with_context(|| format!("cannot read {}", image.display())),
     }
+}
+
+/// What is said of an image that was built long ago; `rebuild` is the command that builds it again. None of a newer one, and of
+/// one whose age cannot be told.
+#[must_use]
+pub fn said_if_old(image: &Path, rebuild: &str) -> Option<String> {
+    let built = std::fs::metadata(image).and_then(|it| it.modified()).ok()?;
+    let days = built.elapsed().ok()?.as_secs() / DAY;
+    (days > OLD_DAYS).then(|| {
+        format!(
+            "the image {} is {days} days old: a guest from it lacks the security updates since then, until it installs them. Build it again: {rebuild}",
+            image.display()
+        )
+    })
 }
 
 /// What a file in the directory is called, and its format; none for what is no image.
@@ -179,6 +200,27 @@ mod tests {
             assert_eq!(has_partitions_for_uefi(&image).unwrap(), expected);
         }
         assert!(has_partitions_for_uefi(&directory.path().join("none")).is_err());
+    }
+
+    #[test]
+    fn an_old_image_is_told_with_what_builds_it_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("debian.raw");
+        std::fs::write(&image, "x").unwrap();
+        let rebuild = "vmseal image build debian --force";
+        let now = std::time::SystemTime::now();
+        let days = |count: u64| std::time::Duration::from_secs(count * DAY);
+        let said_of = |built| {
+            File::options().write(true).open(&image).unwrap().set_modified(built).unwrap();
+            said_if_old(&image, rebuild)
+        };
+        for built in [now, now - days(OLD_DAYS), now + days(400)] {
+            assert_eq!(said_of(built), None, "{built:?}");
+        }
+        let said = said_of(now - days(OLD_DAYS + 1)).unwrap();
+        assert!(said.contains("91 days old") && said.ends_with(rebuild), "{said}");
+        assert!(said.contains(image.to_str().unwrap()), "{said}");
+        assert_eq!(said_if_old(&directory.path().join("none"), rebuild), None);
     }
 
     #[test]

@@ -17,6 +17,22 @@ pub fn parse(option: &str) -> anyhow::Result<CreateNic> {
     Ok(split(option).map_err(refused)?)
 }
 
+/// The keys of `--nic` that say what a card is connected to.
+const CONNECTION: [&str; 4] = ["user", "bridge", "tap", "forward"];
+
+/// Parses what `--nic` says of a card's connection, and nothing else.
+pub fn connection(text: &str) -> anyhow::Result<NicBackend> {
+    for part in text.split(',') {
+        let Some((key, _)) = part.split_once('=') else { continue };
+        ensure!(
+            CONNECTION.contains(&key),
+            "'{key}' is no part of a connection; known are {}",
+            CONNECTION.join(", ")
+        );
+    }
+    Ok(split(text)?.backend)
+}
+
 fn split(option: &str) -> anyhow::Result<CreateNic> {
     let (mut backend, mut mac, mut model, mut name, mut link) = (None, None, None, None, None);
     let mut forwards: Vec<PortForward> = Vec::new();

@@ -141,9 +141,12 @@ pub enum Operation {
         vm: VmId,
         /// The snapshot.
         snapshot: SnapshotId,
-        /// Whether its guest runs afterwards; its power is cut first if it runs. Otherwise the VM is off, and stays so.
+        /// Whether its guest runs afterwards; its power is cut first if it runs. Otherwise the VM is off or suspended.
         #[serde(default)]
         running: bool,
+        /// Whether the saved memory of a VM that is suspended is given up; else such a VM is refused.
+        #[serde(default)]
+        discard_memory: bool,
     },
     /// Deletes a snapshot that is marked as being deleted.
     DeleteSnapshot {
@@ -419,6 +422,9 @@ pub enum Operation {
         /// Whether it is suspended: the memory of its guest is sent with its disks. Then it is at rest, too.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         suspended: bool,
+        /// Whether memory is compressed where that is faster.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        compresses: bool,
     },
     /// Receives a VM that runs, or is off, from another control plane. Its rows are there.
     ReceiveVm {

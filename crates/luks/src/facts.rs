@@ -12,6 +12,9 @@ pub const FORMAT_VERSION: u32 = 1;
 /// like another one.
 pub(crate) const SHARED_VERSION: u32 = 2;
 
+/// The version of the token of a disk that is not for its guest's data, whether others may have its key or not.
+pub(crate) const ROLE_VERSION: u32 = 3;
+
 /// The offset of the data segment, in bytes: cryptsetup's default, 16 MiB.
 pub const DATA_OFFSET: u64 = 16 << 20;
 
@@ -83,7 +86,7 @@ impl Facts {
     }
 }
 
-/// The id of a disk, how its holes read, and whether others may have its key.
+/// The id of a disk, how its holes read, whether others may have its key, and what it is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The disk's id.
@@ -92,6 +95,42 @@ pub struct Identity {
     pub holes: Holes,
     /// Whether disks of other VMs may have its data key. Authenticated by the token's MAC.
     pub shared: bool,
+    /// What it is for. Authenticated likewise.
+    pub role: Role,
+}
+
+/// What a disk is for: for who has nothing left of a VM but its disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Its guest's data.
+    #[default]
+    Data,
+    /// The documents that cloud-init reads.
+    CloudInit,
+    /// The variables of a UEFI firmware.
+    UefiVariables,
+    /// The same of one with Secure Boot.
+    SecureBootVariables,
+    /// The key of what a TPM keeps.
+    Tpm,
+}
+
+impl Role {
+    pub(crate) fn is_data(&self) -> bool {
+        *self == Self::Data
+    }
+
+    /// Its field of the token's MAC; none for data.
+    pub(crate) fn field(self) -> Option<&'static [u8]> {
+        match self {
+            Self::Data => None,
+            Self::CloudInit => Some(b"role cloud_init"),
+            Self::UefiVariables => Some(b"role uefi_variables"),
+            Self::SecureBootVariables => Some(b"role secure_boot_variables"),
+            Self::Tpm => Some(b"role tpm"),
+        }
+    }
 }
 
 /// The meaning of a sector of zeroes on the datastore. Authenticated by the token's MAC.

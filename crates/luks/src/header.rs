@@ -13,14 +13,14 @@ use vmseal_secret::derive::KeyContext;
 use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
 use crate::error::{CopyFault, HeaderError, Refusal};
-use crate::facts::{Facts, Holes, Identity};
+use crate::facts::{Facts, Holes, Identity, Role};
 use crate::layout::{self, COPY_LEN, Copy, HeaderNotice};
 use crate::library::Device;
 use crate::loaded::{Copies, Loaded, WorkingCopy};
 use crate::metadata::{Metadata, SLOTS_MAX, area_offsets};
 use crate::session::{Attached, Session, check_len, check_size, name, unlock_slot};
 use crate::store::HeaderStore;
-use crate::token::{KeyReference, Token};
+use crate::token::{KeyReference, Marks, Token};
 use crate::write_back::Plan;
 
 /// An opened disk.
@@ -32,6 +32,8 @@ pub struct Opened {
     pub holes: Holes,
     /// Whether disks of other VMs may have its key; authenticated.
     pub shared: bool,
+    /// What it is for; authenticated.
+    pub role: Role,
     /// Something to repair.
     pub notice: Option<HeaderNotice>,
 }
@@ -62,7 +64,8 @@ pub fn create(
     let working = WorkingCopy::empty()?;
     let device = Device::format(&working, facts.disk, dek)?;
     device.add_slot(0, dek, kek)?;
-    let token = Token::new(0, &facts, (identity.holes, identity.shared), dek, kek, context)?;
+    let Identity { disk: _, holes, shared, role } = identity;
+    let token = Token::new(0, &facts, Marks { holes, shared, role }, dek, kek, context)?;
     device.set_token(0, &token.encode()?)?;
     drop(device);
 
@@ -92,8 +95,8 @@ pub fn open(
     context: &KeyContext<'_>,
 ) -> Result<Opened, HeaderError> {
     let session = Session::open(store, expected, kek, context)?;
-    let Session { loaded, dek, holes, shared, .. } = session;
-    Ok(Opened { dek, holes, shared, notice: loaded.notice })
+    let Session { loaded, dek, marks: Marks { holes, shared, role }, .. } = session;
+    Ok(Opened { dek, holes, shared, role, notice: loaded.notice })
 }
 
 /// The disk's id and the keys that open it, according to the header. Needs no key, and nothing of it is
@@ -140,7 +143,7 @@ pub fn add_kek(
 ) -> Result<(), HeaderError> {
     check_len("key-encryption key", new, KEK_LEN)?;
     let session = Session::open(store, expected, old, old_context)?;
-    let Session { metadata, dek, holes, shared, .. } = &session;
+    let Session { metadata, dek, marks, .. } = &session;
     let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
     if metadata.tokens.values().any(|token| token.is_of(new_context)) {
@@ -151,7 +154,7 @@ pub fn add_kek(
     let free = (0..SLOTS_MAX as u32).find(|slot| !areas.contains_key(slot));
     let slot = free.filter(|_| areas.len() < SLOTS_MAX).ok_or(HeaderError::TwoKeys)?;
     attached.device.add_slot(slot, dek, new)?;
-    let token = Token::new(slot, expected, (*holes, *shared), dek, new, new_context)?;
+    let token = Token::new(slot, expected, *marks, dek, new, new_context)?;
     attached.device.set_token(slot, &token.encode()?)?;
     if let Some(area) = attached.working.check(expected)?.areas.get(&slot) {
         plan.area(&attached.working, *area)?;
@@ -207,15 +210,16 @@ pub fn mark_shared(
     context: &KeyContext<'_>,
 ) -> Result<(), HeaderError> {
     let session = Session::open(store, expected, kek, context)?;
-    let Session { metadata, slot, dek, holes, shared, .. } = &session;
+    let Session { metadata, slot, dek, marks, .. } = &session;
     // The token of another key would stay without the note, and be the only one when that key is.
     if metadata.tokens.values().any(|token| !token.shared && !token.is_of(context)) {
         return Err(HeaderError::TwoKeys);
     }
     let attached = session.attach(store, expected)?;
     let mut plan = attached.plan();
-    if !*shared {
-        let token = Token::new(*slot, expected, (*holes, true), dek, kek, context)?;
+    if !marks.shared {
+        let marked = Marks { shared: true, ..*marks };
+        let token = Token::new(*slot, expected, marked, dek, kek, context)?;
         attached.device.set_token(*slot, &token.encode()?)?;
         attached.working.check(expected)?;
         plan.copies(&attached.working)?;
@@ -223,7 +227,7 @@ pub fn mark_shared(
     drop(attached);
     plan.run(store)?;
     match Session::open(store, expected, kek, context) {
-        Ok(read) if read.shared && read.dek == session.dek => Ok(()),
+        Ok(read) if read.marks.shared && read.dek == session.dek => Ok(()),
         _ => Err(HeaderError::ReadBackFailed(name(context))),
     }
 }
@@ -255,7 +259,8 @@ pub fn adopt(
     let attached = Attached::new(store, &loaded, &metadata, &facts)?;
     let dek = dek.ok_or_else(|| HeaderError::WrongKek(name(context)))?;
     let mut plan = attached.plan();
-    let token = Token::new(slot, &facts, (Holes::Ciphertext, false), &dek, kek, context)?;
+    let marks = Marks { holes: Holes::Ciphertext, shared: false, role: Role::Data };
+    let token = Token::new(slot, &facts, marks, &dek, kek, context)?;
     attached.device.set_token(slot, &token.encode()?)?;
     attached.working.check(&facts)?;
     plan.copies(&attached.working)?;

@@ -32,7 +32,7 @@ mod write_back;
 
 pub use error::{CopyFault, HeaderError, Refusal};
 pub use export::create_for_passphrase;
-pub use facts::{DATA_OFFSET, Facts, Holes, Identity, SECTOR_SIZE};
+pub use facts::{DATA_OFFSET, Facts, Holes, Identity, Role, SECTOR_SIZE};
 pub use header::{
     Opened, add_kek, adopt, create, drop_other_keks, inspect, mark_shared, open, repair,
 };

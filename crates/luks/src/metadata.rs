@@ -12,9 +12,9 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::error::{Refusal, json, quote};
-use crate::facts::{DATA_OFFSET, FORMAT_VERSION, Facts, SHARED_VERSION};
+use crate::facts::{DATA_OFFSET, FORMAT_VERSION, Facts, ROLE_VERSION, SHARED_VERSION};
 use crate::layout::{AREA_LEN, JSON_LEN, SLOTS_LEN, SLOTS_OFFSET};
-use crate::token::{self, TYPE, Token};
+use crate::token::{TYPE, Token};
 
 /// The most key slots: two, during a change of key.
 pub(crate) const SLOTS_MAX: usize = 2;
@@ -269,7 +269,7 @@ pub(crate) fn widened(json_area: &[u8]) -> Result<Vec<u8>, Refusal> {
 }
 
 fn is_known(version: u64) -> bool {
-    [FORMAT_VERSION, SHARED_VERSION].map(u64::from).contains(&version)
+    [FORMAT_VERSION, SHARED_VERSION, ROLE_VERSION].map(u64::from).contains(&version)
 }
 
 #[derive(Deserialize)]
@@ -448,7 +448,7 @@ fn check_tokens(
     for (slot, token) in &tokens {
         expect("token.type", &token.kind, TYPE)?;
         expect("token.keyslots", &token.keyslots.join(","), &slot.to_string())?;
-        expect_number("token.version", token.version, token::version(token.shared).into())?;
+        expect_number("token.version", token.version, token.right_version().into())?;
     }
     // Each key slot has the token of the same number; cryptsetup makes none at all.
     if !tokens.is_empty() && tokens.keys().ne(areas.keys()) {

@@ -5,13 +5,13 @@ use vmseal_secret::derive::KeyContext;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use crate::error::{HeaderError, Refusal, quote};
-use crate::facts::{Facts, Holes};
+use crate::facts::Facts;
 use crate::layout::{AREA_LEN, Copy};
 use crate::library::Device;
 use crate::loaded::{Loaded, WorkingCopy};
 use crate::metadata::Metadata;
 use crate::store::HeaderStore;
-use crate::token::Token;
+use crate::token::{Marks, Token};
 use crate::unlock::unlock;
 use crate::write_back::Plan;
 
@@ -58,9 +58,7 @@ pub(crate) struct Session {
     /// The key slot of the given KEK.
     pub(crate) slot: u32,
     pub(crate) dek: SecretBytes,
-    pub(crate) holes: Holes,
-    /// Whether others may have the data key.
-    pub(crate) shared: bool,
+    pub(crate) marks: Marks,
 }
 
 impl Session {
@@ -83,8 +81,8 @@ impl Session {
         let dek = unlock_slot(store, &metadata, slot, kek)?;
         let dek = dek.ok_or_else(|| HeaderError::SlotDamaged(name(context)))?;
         token.authenticate(expected, &dek, kek, context)?;
-        let (holes, shared) = (token.holes, token.shared);
-        Ok(Self { loaded, metadata, slot, dek, holes, shared })
+        let marks = token.marks();
+        Ok(Self { loaded, metadata, slot, dek, marks })
     }
 
     /// Loads its header in libcryptsetup, to be changed.

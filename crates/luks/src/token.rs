@@ -8,7 +8,7 @@ use vmseal_secret::mac::{self, MAC_LEN};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::error::{HeaderError, Refusal, json};
-use crate::facts::{FORMAT_VERSION, Facts, Holes, SHARED_VERSION};
+use crate::facts::{FORMAT_VERSION, Facts, Holes, ROLE_VERSION, Role, SHARED_VERSION};
 
 /// The token's type.
 pub(crate) const TYPE: &str = "vmseal";
@@ -34,6 +34,29 @@ pub struct KeyReference {
     pub disk: Uuid,
     /// How holes read.
     pub holes: Holes,
+    /// What the disk is for.
+    #[serde(default, skip_serializing_if = "Role::is_data")]
+    pub role: Role,
+}
+
+/// What a token says of a disk beside its facts and its key; authenticated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Marks {
+    pub(crate) holes: Holes,
+    /// Whether others may have the data key.
+    pub(crate) shared: bool,
+    pub(crate) role: Role,
+}
+
+impl Marks {
+    /// The version of a token that says it: the oldest that can.
+    fn version(self) -> u32 {
+        match (self.role, self.shared) {
+            (Role::Data, false) => FORMAT_VERSION,
+            (Role::Data, true) => SHARED_VERSION,
+            _ => ROLE_VERSION,
+        }
+    }
 }
 
 /// The token's JSON.
@@ -53,6 +76,9 @@ pub(crate) struct Token {
     /// Whether others may have the data key.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) shared: bool,
+    /// What the disk is for.
+    #[serde(default, skip_serializing_if = "Role::is_data")]
+    pub(crate) role: Role,
     pub(crate) mac: String,
 }
 
@@ -61,16 +87,17 @@ impl Token {
     pub(crate) fn new(
         slot: u32,
         facts: &Facts,
-        (holes, shared): (Holes, bool),
+        marks: Marks,
         dek: &SecretBytes,
         kek: &SecretBytes,
         context: &KeyContext<'_>,
     ) -> Result<Self, HeaderError> {
-        let code = header_mac(facts, (holes, shared), dek, kek, context)?;
+        let code = header_mac(facts, marks, dek, kek, context)?;
+        let Marks { holes, shared, role } = marks;
         Ok(Self {
             kind: TYPE.to_owned(),
             keyslots: vec![slot.to_string()],
-            version: version(shared).into(),
+            version: marks.version().into(),
             provider: Uuid::from_bytes(context.provider),
             key_id: context.key_id.to_owned(),
             check: vmseal_secret::derive::check_value(kek, context)?.to_string(),
@@ -78,6 +105,7 @@ impl Token {
             disk: facts.disk,
             holes,
             shared,
+            role,
             mac: code.iter().map(|byte| format!("{byte:02x}")).collect(),
         })
     }
@@ -94,7 +122,17 @@ impl Token {
             vm: self.vm,
             disk: self.disk,
             holes: self.holes,
+            role: self.role,
         }
+    }
+
+    pub(crate) fn marks(&self) -> Marks {
+        Marks { holes: self.holes, shared: self.shared, role: self.role }
+    }
+
+    /// The version of a token that says what this one does.
+    pub(crate) fn right_version(&self) -> u32 {
+        self.marks().version()
     }
 
     /// Whether this token belongs to the key that the context names.
@@ -126,33 +164,27 @@ impl Token {
     ) -> Result<(), HeaderError> {
         let found = unhex(&self.mac).ok_or(Refusal::Mac)?;
         let key = derive(kek, context, Purpose::Header)?;
-        let authenticated = (self.holes, self.shared);
-        with_message(facts, authenticated, dek, |parts| mac::verify(&key, parts, &found))
+        with_message(facts, self.marks(), dek, |parts| mac::verify(&key, parts, &found))
             .map_err(|_| Refusal::Mac)?;
         Ok(())
     }
 }
 
-/// The version of the token of a disk whose data key others may have, or of another one.
-pub(crate) fn version(shared: bool) -> u32 {
-    if shared { SHARED_VERSION } else { FORMAT_VERSION }
-}
-
 fn header_mac(
     facts: &Facts,
-    authenticated: (Holes, bool),
+    marks: Marks,
     dek: &SecretBytes,
     kek: &SecretBytes,
     context: &KeyContext<'_>,
 ) -> Result<[u8; MAC_LEN], HeaderError> {
     let key = derive(kek, context, Purpose::Header)?;
-    Ok(with_message(facts, authenticated, dek, |parts| mac::mac(&key, parts)))
+    Ok(with_message(facts, marks, dek, |parts| mac::mac(&key, parts)))
 }
 
 /// The message of the MAC. VM, provider and key id are in the MAC's key; the disk's size may change.
 fn with_message<T>(
     facts: &Facts,
-    (holes, shared): (Holes, bool),
+    Marks { holes, shared, role }: Marks,
     dek: &SecretBytes,
     use_it: impl FnOnce(&[&[u8]]) -> T,
 ) -> T {
@@ -170,7 +202,7 @@ fn with_message<T>(
         &facts.data_offset.to_be_bytes(),
         holes,
     ];
-    for field in fields.into_iter().chain(shared.then_some(SHARED)) {
+    for field in fields.into_iter().chain(shared.then_some(SHARED)).chain(role.field()) {
         // The longest field is the cipher's name, which has been compared with the known one.
         public.extend_from_slice(&(field.len() as u16).to_be_bytes());
         public.extend_from_slice(field);

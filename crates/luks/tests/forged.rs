@@ -147,10 +147,10 @@ fn an_edited_check_value_or_token_version() {
     let store = forged(|json| json["tokens"]["0"]["check"] = "x".into());
     assert!(matches!(refusal(&store), Refusal::Field { field: "token.check", .. }));
     let store = forged(|json| {
-        json["tokens"]["0"]["version"] = 3.into();
+        json["tokens"]["0"]["version"] = 4.into();
         json["tokens"]["0"]["new"] = true.into();
     });
-    assert_eq!(refusal(&store), Refusal::TokenVersion(3));
+    assert_eq!(refusal(&store), Refusal::TokenVersion(4));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use disk::*;
 use vmseal_luks::{
-    Copy, CopyFault, DATA_OFFSET, Facts, HeaderError, HeaderNotice, Holes, Identity, Refusal,
+    Copy, CopyFault, DATA_OFFSET, Facts, HeaderError, HeaderNotice, Holes, Identity, Refusal, Role,
 };
 
 #[test]
@@ -73,6 +73,38 @@ fn a_disk_whose_data_key_others_may_have_says_so() {
             ),
         };
         assert!(expected, "{version}: {refused}");
+    }
+}
+
+/// What a disk is for is told without its key, stays so under another one, and cannot be said otherwise.
+#[test]
+fn a_disk_says_what_it_is_for() {
+    assert!(json(&created())["tokens"]["0"].get("role").is_none());
+    for (role, said) in [
+        (Role::CloudInit, "cloud_init"),
+        (Role::UefiVariables, "uefi_variables"),
+        (Role::SecureBootVariables, "secure_boot_variables"),
+        (Role::Tpm, "tpm"),
+    ] {
+        let mut store = MemoryStore::new();
+        let identity = Identity { role, ..identity() };
+        vmseal_luks::create(&mut store, SIZE, &dek(), &kek(), &CONTEXT, identity).unwrap();
+        let token = json(&store)["tokens"]["0"].clone();
+        assert_eq!((&token["version"], &token["role"]), (&3.into(), &said.into()));
+        vmseal_luks::mark_shared(&mut store, &facts(), &kek(), &CONTEXT).unwrap();
+        let (held, new) = ((&kek(), &CONTEXT), (&new_kek(), &NEW_CONTEXT));
+        vmseal_luks::add_kek(&mut store, &facts(), held, new).unwrap();
+        vmseal_luks::drop_other_keks(&mut store, &facts(), new.0, new.1).unwrap();
+        let opened = vmseal_luks::open(&store, &facts(), new.0, new.1).unwrap();
+        assert_eq!((opened.role, opened.shared), (role, true));
+        assert_eq!(vmseal_luks::inspect(&store).unwrap().0[0].role, role);
+        let mut value = json(&store);
+        for token in value["tokens"].as_object_mut().unwrap().values_mut() {
+            token["role"] = if role == Role::Tpm { "cloud_init" } else { "tpm" }.into();
+        }
+        set_json(&mut store, value.to_string().as_bytes());
+        let refused = vmseal_luks::open(&store, &facts(), new.0, new.1).unwrap_err();
+        assert!(matches!(refused, HeaderError::Refused(Refusal::Mac)), "{role:?}: {refused}");
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
+use crate::channel::budget;
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados,
     WriteOperation, load, loaded,
@@ -17,15 +18,21 @@ use crate::library::{
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
 
-/// The most bytes of requests in flight, and the most requests: more wait, so a slow cluster costs no memory.
-const BYTES_IN_FLIGHT: &str = "134217728";
-const REQUESTS_IN_FLIGHT: &str = "1024";
+/// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
+/// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
+const BYTES_IN_FLIGHT: u64 = budget::BYTES_IN_FLIGHT + (128 << 20);
+const REQUESTS_IN_FLIGHT: u64 = budget::REQUESTS_IN_FLIGHT + 1024;
 
 /// How many keys of a directory are read at a time.
 const KEYS_AT_A_TIME: u64 = 512;
 
 /// Room for a cluster's fsid: a UUID as text, and the byte that ends it.
 const FSID_BYTES: usize = 37;
+/// The options that say how data goes over the network: to OSDs, and to monitors.
+const MESSENGER_OPTIONS: [&str; 2] = ["ms_client_mode", "ms_mon_client_mode"];
+
+/// The most bytes of their values: both modes of Ceph, and more.
+const MODE_MAX: usize = 64;
 
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
@@ -142,16 +149,17 @@ impl Cluster {
 
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
+        let (bytes, requests) = (BYTES_IN_FLIGHT.to_string(), REQUESTS_IN_FLIGHT.to_string());
         self.set("key", access.key.expose_c())?;
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
             // None of this machine: the key that is given counts.
             ("keyring", ""),
-            ("ms_client_mode", messenger),
-            ("ms_mon_client_mode", messenger),
+            (MESSENGER_OPTIONS[0], messenger),
+            (MESSENGER_OPTIONS[1], messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
-            ("objecter_inflight_op_bytes", BYTES_IN_FLIGHT),
-            ("objecter_inflight_ops", REQUESTS_IN_FLIGHT),
+            ("objecter_inflight_op_bytes", bytes.as_str()),
+            ("objecter_inflight_ops", requests.as_str()),
             // What is answered is durable; what guests have not flushed is nowhere else.
             ("rbd_cache", "false"),
             // The buffer of a write is free again when the call returns.
@@ -178,6 +186,33 @@ impl Cluster {
         checked(unsafe { (rados.rados_conf_set)(self.0, name.as_ptr(), value.as_ptr()) })
             .map_err(failed)?;
         Ok(())
+    }
+
+    /// How data goes over the network: the mode that the library has in force, which the cluster's own configuration could change. It is
+    /// secure where connections to OSDs and to monitors can be nothing else.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn messenger(&self) -> io::Result<Messenger> {
+        let [osds, monitors] = MESSENGER_OPTIONS.map(|option| self.option(option));
+        let secure = Messenger::Secure.name();
+        Ok(match osds? == secure && monitors? == secure {
+            true => Messenger::Secure,
+            false => Messenger::Crc,
+        })
+    }
+
+    /// The value of an option.
+    fn option(&self, option: &str) -> io::Result<String> {
+        let (name, mut value) = (text(option)?, vec![0_u8; MODE_MAX]);
+        let start = value.as_mut_ptr().cast::<c_char>();
+        // SAFETY: the handle is open; the library writes a text of at most so many bytes, with a zero at its end.
+        checked(unsafe {
+            (loaded().rados.rados_conf_get)(self.0, name.as_ptr(), start, MODE_MAX)
+        })?;
+        let value = CStr::from_bytes_until_nul(&value)
+            .map_err(|_| io::Error::from_raw_os_error(libc::ENAMETOOLONG))?;
+        Ok(value.to_string_lossy().into_owned())
     }
 
     /// This connection's own address, as locks and blocklists name it: `127.0.0.1:0/1234`.

@@ -25,7 +25,7 @@ const READ: [&str; 7] =
 /// What a thread of the file system opens for itself.
 const WRITTEN: [&str; 2] = ["/dev/fuse", "/dev/null"];
 
-/// The most private memory, in bytes: requests in flight (128 MiB by FUSE, and copies of what filters write, 256 MiB), the library's maps and threads, and images' headers.
+/// The most private memory, in bytes: requests in flight (384 MiB, with copies of what filters write), the library's maps and threads, and images' headers.
 const MEMORY_MAX: u64 = 2 << 30;
 
 /// Why the process cannot be confined, and so must not serve.

@@ -35,6 +35,7 @@ use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
 use crate::open_file::{OpenFile, Part, Store};
 use crate::open_files::{OpenFiles, Rights};
+use crate::osds::Osds;
 use crate::rooms::Rooms;
 
 /// How long the kernel may know names: not at all, as other hosts change them.
@@ -81,6 +82,7 @@ pub struct FileSystem {
     names: Mutex<HashMap<Inode, (Inode, String)>>,
     room: Mutex<Option<(Instant, (u64, u64))>>,
     rooms: Rooms,
+    osds: Osds,
     owner: (u32, u32),
 }
 
@@ -124,6 +126,7 @@ impl FileSystem {
         let served = Arc::<Gate>::default();
         let service = Service::new(Arc::clone(&open), Arc::clone(&store), served.enter());
         Self {
+            osds: Osds::of(Arc::clone(&cluster)),
             cluster,
             pools,
             mounted,

@@ -23,6 +23,7 @@
 //! | [`image_layout`] | how new images are cut into objects |
 //! | [`create`] | makes the pools of a new datastore |
 //! | [`pools`] | how the cluster keeps what is stored |
+//! | [`osds`] | whether the cluster's OSDs are encrypted |
 //! | [`library`] | their functions |
 //! | [`buffers`], [`parts`] | memory for reads, and memory that filters share |
 //! | [`channel`] | the way of a disk's data without FUSE |
@@ -46,6 +47,7 @@ pub mod library;
 pub mod locks;
 pub mod open_file;
 pub mod open_files;
+pub mod osds;
 pub mod parts;
 pub mod pools;
 pub mod predecessors;

@@ -108,6 +108,7 @@ functions! {
     Librados of "librados.so.2" in "librados2" {
         fn rados_create2(*mut Rados, *const c_char, *const c_char, u64) -> c_int;
         fn rados_conf_set(Rados, *const c_char, *const c_char) -> c_int;
+        fn rados_conf_get(Rados, *const c_char, *mut c_char, size_t) -> c_int;
         fn rados_connect(Rados) -> c_int;
         fn rados_shutdown(Rados);
         fn rados_cluster_fsid(Rados, *mut c_char, size_t) -> c_int;

@@ -23,7 +23,7 @@ use clap::Parser;
 use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use vmseal_api::datastore::{Messenger, MountFacts, way_of};
+use vmseal_api::datastore::{Messenger, way_of};
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
 use vmseal_rbd::channel::listener::Listener;
@@ -282,13 +282,16 @@ fn serve(
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
     let channel = listener.as_ref().map(|listener| listener.path().to_owned());
-    let mount = MountFacts {
-        way: way_of(&options.monitors, &options.user, options.messenger),
-        messenger: options.messenger,
-        cluster: cluster.fsid().context("the cluster does not say which one it is")?,
+    let messenger = cluster.messenger().context("the messenger's mode is not known")?;
+    let fsid = cluster.fsid().context("the cluster does not say which one it is")?;
+    let mounted = Mounted {
+        process: std::process::id(),
+        key: Some(key),
+        channel,
+        messenger: Some(messenger),
+        way: Some(way_of(&options.monitors, &options.user, options.messenger)),
+        cluster: Some(fsid),
     };
-    let (process, key, mount) = (std::process::id(), Some(key), Some(mount));
-    let mounted = Mounted { process, key, channel, mount };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     if let Some(listener) = listener {
         listener.serve(file_system.service()).context("filters are not served: no thread")?;

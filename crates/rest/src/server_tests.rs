@@ -111,6 +111,7 @@ impl Installation {
             location: DatastoreLocation::Dir { path: "/store".into() },
             existing: false,
             key: None,
+            osd_encryption: None,
         };
         let _: Datastore = client.post("datastores", &datastore).await.unwrap();
         // The passphrase comes as a credential.
@@ -141,6 +142,7 @@ impl Installation {
             cpu_model: None,
             downtime_milliseconds: None,
             messenger: None,
+            osd_encryption: None,
             redundancy: Default::default(),
             image_layout: Default::default(),
         };
@@ -182,6 +184,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         labels: Default::default(),
         autostart: false,
         cloud_init: None,
+        uefi_variables: None,
         disks: vec![CreateDisk {
             name: "root".to_owned(),
             datastore: "local".to_owned(),

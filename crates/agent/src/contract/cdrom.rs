@@ -30,6 +30,12 @@ pub async fn drive(agent: &dyn HostAgent, session: &Session) {
     done(agent.examine_hardware(hardware(Some(&first), &[])).await, "examining a medium");
     let examined = agent.examine_hardware(hardware(Some(&missing), &[])).await;
     refused(examined, code, "a medium that is not there");
+    let facts = done(agent.measure_medium(vm, first.clone()).await, "measuring a medium");
+    assert_eq!(facts.bytes, 4096);
+    let same = done(agent.measure_medium(vm, second.clone()).await, "measuring its copy");
+    assert_eq!(facts, same);
+    let measured = agent.measure_medium(vm, missing.clone()).await;
+    refused(measured, code, "measuring a medium that is not there");
     let relative = with(Some(Path::new("first.iso")), &[]);
     refused(agent.register_vm(relative).await, code, "a medium without a whole path");
     let twice = with(None, &[BootDevice::Disk, BootDevice::Disk]);

@@ -344,6 +344,19 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
             release(agent, session, Ongoing::Stream(stream)).await;
             Ok(())
         }
+        Action::ExposeKept => {
+            let hold = Exposing::HoldKept { snapshot: SnapshotId::new(), sealed: false };
+            match agent.expose_disk(vm, disk, hold).await {
+                // It was let as far as to look for the snapshot.
+                Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
+                held => held.map(drop),
+            }
+        }
+        Action::ExposeSealed => {
+            let stream = agent.expose_disk(vm, disk, Exposing::HoldSealed).await?;
+            release(agent, session, Ongoing::Stream(stream)).await;
+            Ok(())
+        }
         Action::PowerOn => {
             let start = VmChange::Start { first: None, discard_memory: false, generation: None };
             let examined = agent.examine_change(vm, start).await;

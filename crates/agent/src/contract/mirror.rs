@@ -136,7 +136,7 @@ pub async fn suspended(agent: &dyn HostAgent, session: &mut Session) {
 }
 
 /// The generation of the memory that the suite has saved.
-const GENERATION: u64 = 7;
+pub const GENERATION: u64 = 7;
 
 /// A suspended VM is started with the memory that is expected alone, also when that has been copied.
 async fn only_as_expected(agent: &dyn HostAgent, session: &Session) {
@@ -240,9 +240,13 @@ pub async fn mirrored(
     done(agent.put_job(vm, task, drop.clone()).await, "removing the former image");
     done(agent.put_job(vm, task, drop.clone()).await, "the same again");
     assert_eq!(session.worked(agent, task).await, JobState::Done);
-    assert_eq!(done(agent.job(vm, task).await, "the job").kind, JobKind::DropSources);
+    let job = done(agent.job(vm, task).await, "the job");
+    assert_eq!((job.kind, job.former.len()), (JobKind::DropSources, 1), "{job:?}");
+    assert!(job.former[0].disk == disk && job.former[0].is_overwritten(), "{job:?}");
     let again = TaskId::new();
     done(agent.put_job(vm, again, drop).await, "removing what is gone");
     assert_eq!(session.worked(agent, again).await, JobState::Done);
+    let job = done(agent.job(vm, again).await, "that job");
+    assert!(job.former.is_empty(), "nothing was there: {job:?}");
     known.expect("the disk's facts")
 }

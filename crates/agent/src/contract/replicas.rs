@@ -35,7 +35,7 @@ pub async fn misplaced(agent: &dyn HostAgent, session: &Session) {
     }
     let disk =
         with(elsewhere("missing"), REPLICATE_RATE_MIN).disk_at(1).expect("two disks").clone();
-    let looked = agent.examine_disk(NewDisk { disk, source: None }).await;
+    let looked = agent.examine_disk(NewDisk { disk, source: None, firmware: None }).await;
     assert!(
         looked.as_ref().is_err_and(|problem| matches!(
             problem.code,

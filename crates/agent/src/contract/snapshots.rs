@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+use vmseal_api::expose::LET_GO;
 use vmseal_api::host::{
-    CopyOf, CreateJob, Device, DiskSpec, DiskToCreate, DropSnapshotJob, ExportJob, HostAgent,
-    JobSpec, JobState, KeptRoom, LAYERS_MAX, PlacedDisk, RevertJob, SnapshotJob, VmSpec,
+    CopyOf, CreateJob, Device, DiskSpec, DiskToCreate, DropSnapshotJob, ExportJob, Exposing,
+    HostAgent, JobSpec, JobState, KeptRoom, LAYERS_MAX, PlacedDisk, RevertJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::ErrorCode;
@@ -12,7 +15,7 @@ use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
 use super::mirror::{copy, disk_mut, mirrored, moved, second_datastore};
-use super::{Session, done, refused};
+use super::{Session, done, refused, speaks_nbd};
 use crate::keys::{reference_of, seal_for};
 
 /// The job that takes a snapshot of one disk.
@@ -27,9 +30,14 @@ pub fn take(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
     })
 }
 
-/// The job that reverts one disk.
+/// The job that reverts one disk, also of a VM that is suspended: its memory is given up.
 pub fn revert(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
-    JobSpec::Revert(RevertJob { snapshot, memory: false, disks: vec![disk] })
+    reverting(disk, snapshot, true)
+}
+
+/// The same; says whether the memory of one that is suspended is given up.
+pub fn reverting(disk: DiskId, snapshot: SnapshotId, discard_memory: bool) -> JobSpec {
+    JobSpec::Revert(RevertJob { snapshot, memory: false, discard_memory, disks: vec![disk] })
 }
 
 /// The job that removes a snapshot of one disk.
@@ -39,7 +47,7 @@ pub fn drop_snapshot(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
 
 impl Session {
     /// Puts a job twice, and waits until it is done.
-    async fn through(&self, agent: &dyn HostAgent, job: JobSpec) {
+    pub async fn through(&self, agent: &dyn HostAgent, job: JobSpec) {
         let task = TaskId::new();
         done(agent.put_job(self.vm(), task, job.clone()).await, "a job on snapshots");
         done(agent.put_job(self.vm(), task, job.clone()).await, "the same again");
@@ -74,6 +82,33 @@ async fn kept_exports(
         done(agent.put_job(vm, task, of(kept)).await, "exporting what is kept");
         assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
         done(agent.cancel_job(vm, task, of(kept)).await, "giving it up");
+    }
+}
+
+/// What a snapshot keeps is exposed, in the clear and as ciphertext; the snapshot stays meanwhile.
+async fn kept_exposures(
+    agent: &dyn HostAgent,
+    session: &Session,
+    (kept, strange): (SnapshotId, SnapshotId),
+) {
+    let (vm, disk) = (session.vm(), session.disk(0).disk);
+    for sealed in [true, false] {
+        let hold = |snapshot| agent.expose_disk(vm, disk, Exposing::HoldKept { snapshot, sealed });
+        let absent = hold(strange).await;
+        refused(absent.map(drop), ErrorCode::NotFound, "exposing a strange snapshot");
+        let mut held = done(hold(kept).await, "exposing what is kept");
+        speaks_nbd(agent, session, disk).await;
+        refused(hold(kept).await.map(drop), ErrorCode::InUse, "exposing it twice");
+        for job in [drop_snapshot(disk, kept), revert(disk, kept), copy(disk, true)] {
+            let during = agent.put_job(vm, TaskId::new(), job).await;
+            refused(during.clone(), ErrorCode::InUse, "what would change what is exposed");
+            let problem = during.expect_err("it was refused");
+            assert!(problem.detail.contains("disk expose"), "{problem}");
+        }
+        held.write_all(&[LET_GO]).await.expect("releasing the disk");
+        let mut wrong = String::new();
+        let end = timeout(session.fixture.timeout, held.read_to_string(&mut wrong)).await;
+        assert!(end.is_ok() && wrong.is_empty(), "releasing the disk: {wrong:?}");
     }
 }
 
@@ -186,6 +221,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &mut Session) {
     session.through(agent, take(system, one)).await;
     session.through(agent, take(system, two)).await;
     kept_exports(agent, session, (one, strange)).await;
+    kept_exposures(agent, session, (one, strange)).await;
     linked_clones(agent, session, system, [one, two, strange]).await;
     copies(agent, session, system).await;
     let longer = session.disk(0).size * 2;

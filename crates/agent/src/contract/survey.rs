@@ -1,5 +1,6 @@
 //! What a host says of a datastore to an inventory that knows nothing of it, and of what VMs use.
 
+use vmseal_api::host::AboutVm;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::FoundDescriptor;
 
@@ -49,7 +50,15 @@ pub async fn of_running(agent: &dyn HostAgent, session: &Session) {
     let named = VmSpec { policy: Some("gold".to_owned()), ..spec.clone() };
     done(agent.register_vm(named).await, "registering it with a policy");
     described_as(agent, session, "its policy", |it| it.policy.as_deref() == Some("gold")).await;
+    // Nor is what users say of it; where the server does not say it, that stays.
+    let labels = [("tier".to_owned(), "gold".to_owned())].into();
+    let said = AboutVm { description: "the shop\n".to_owned(), labels, autostart: true };
+    let about = VmSpec { about: Some(said.clone()), ..spec.clone() };
+    done(agent.register_vm(about).await, "registering it with what users say");
+    described_as(agent, session, "what users say", |it| it.about == said).await;
     done(agent.register_vm(spec.clone()).await, "and without");
+    described_as(agent, session, "no policy", |it| it.policy.is_none()).await;
+    described_as(agent, session, "what was said before", |it| it.about == said).await;
     let usage = done(agent.usage().await, "usage");
     let used = usage.vms.iter().find(|used| used.vm == session.vm()).expect("it runs");
     assert!(used.counters.memory_resident > 0, "{used:?}");

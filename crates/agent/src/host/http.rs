@@ -120,6 +120,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/vms/{vm}/key/drop-others", post(drop_other_keys))
         .route("/v1/vms/{vm}/key/share", post(share_data_keys))
         .route("/v1/vms/{vm}/measure-kept", post(measure_kept))
+        .route("/v1/vms/{vm}/measure-medium", post(measure_medium))
         .route("/v1/vms/{vm}/examine-nic", post(examine_nic))
         .route("/v1/vms/{vm}/examine-job", post(examine_job))
         .route("/v1/vms/{vm}/examine-change", post(examine_change))
@@ -383,6 +384,14 @@ async fn measure_kept(
     json(&agent.measure_kept(id("vm", &vm)?, body(request).await?).await?)
 }
 
+async fn measure_medium(
+    State(agent): State<Agent>,
+    Path(vm): Path<String>,
+    request: Body,
+) -> Answer<Response> {
+    json(&agent.measure_medium(id("vm", &vm)?, body(request).await?).await?)
+}
+
 async fn examine_nic(
     State(agent): State<Agent>,
     Path(vm): Path<String>,
@@ -631,6 +640,10 @@ struct ExposeQuery {
     connect: bool,
     #[serde(default)]
     writable: bool,
+    #[serde(default)]
+    snapshot: Option<String>,
+    #[serde(default)]
+    sealed: bool,
 }
 
 async fn expose_disk(
@@ -641,9 +654,10 @@ async fn expose_disk(
 ) -> Answer<Response> {
     let upgrade =
         upgrade.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
-    let Query(ExposeQuery { connect, writable }) =
+    let Query(ExposeQuery { connect, writable, snapshot, sealed }) =
         query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
-    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    let snapshot = snapshot.map(|snapshot| id("snapshot", &snapshot)).transpose()?;
+    let what = Exposing::of_query(connect, writable, snapshot, sealed)?;
     let stream = agent.expose_disk(id("vm", &vm)?, id("disk", &disk)?, what).await?;
     let upgrade = upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX);
     Ok(upgrade.on_upgrade(async move |socket| {

@@ -27,9 +27,9 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage, Exposing,
-    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
-    NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, ReceiveJob, Remount, SealedKey,
-    ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference,
+    MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, ReceiveJob, Remount,
+    SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
@@ -44,7 +44,7 @@ use crate::hypervisor::accelerator::{self, Choice};
 use crate::hypervisor::firmware::FirmwareFiles;
 use crate::hypervisor::hardware;
 use crate::hypervisor::network;
-use crate::hypervisor::qemu::Qemu;
+use crate::hypervisor::qemu::{self, Qemu};
 use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
 use crate::migration::transport::Listener;
@@ -69,6 +69,7 @@ use crate::storage::remount;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 use crate::timed;
 use crate::vm::state_store::StateStore;
 use crate::vm::vms::Vms;
@@ -99,6 +100,8 @@ pub struct AgentOptions {
     pub hardening: Option<Hardening>,
     /// How long starting another filter for a running VM is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
+    /// How long a request of a guest may wait for storage before that is reported.
+    pub disk_stall: Duration,
     /// Where other hosts connect to send running VMs; none where this one receives none.
     pub migration_listen: Option<SocketAddr>,
     /// Whether the agent places the memory of VMs that it receives itself.
@@ -206,6 +209,7 @@ impl RealHost {
             swtpm: Swtpm::of(options.swtpm),
             accelerator,
             filter_restart_timeout: options.filter_restart_timeout,
+            disk_stall: options.disk_stall,
             signer: OnceLock::new(),
             migrations,
             place_memory: options.place_memory,
@@ -370,8 +374,13 @@ impl HostAgent for RealHost {
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?
     }
 
-    async fn examine_disk(&self, NewDisk { disk, source }: NewDisk) -> Result<(), Problem> {
-        disk::examine(disk, source, &self.shared.transfer).await
+    async fn examine_disk(&self, new_disk: NewDisk) -> Result<(), Problem> {
+        let (transfer, taken) = (&self.shared.transfer, new_disk.taken_variables());
+        if let Some((path, firmware)) = taken {
+            variables::take(path.to_owned(), firmware, transfer).await?;
+            return disk::examine(new_disk.disk, None, transfer).await;
+        }
+        disk::examine(new_disk.disk, new_disk.source, transfer).await
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
@@ -460,6 +469,17 @@ impl HostAgent for RealHost {
         let Some(first) = disks.first() else { return Ok(KeptRoom::default()) };
         let place = first.datastore.location.path().to_owned();
         timed::call(&place, move || kept_room::measure(vm, &disks)).await
+    }
+
+    async fn measure_medium(&self, vm: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
+        let qemu = self.shared.run_dir.vm(vm).process(qemu::NAME);
+        let transfer = self.shared.transfer.clone();
+        timed::call(&path.clone(), move || {
+            let file = medium::open_file(&path, &transfer)?;
+            medium::require_in_use(&path, &file, &qemu)?;
+            medium::measure(&path, &file)
+        })
+        .await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -559,6 +559,7 @@ mod tests {
             devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
             snapshots: Vec::new(),
             images: None,
+            about: None,
         }
     }
 

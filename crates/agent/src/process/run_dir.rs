@@ -383,6 +383,7 @@ pub(crate) mod tests {
             devices: vec![],
             snapshots: Vec::new(),
             images: None,
+            about: None,
         }
     }
 

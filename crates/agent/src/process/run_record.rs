@@ -505,7 +505,7 @@ impl Record {
 impl From<&VmSpec> for Vm {
     fn from(spec: &VmSpec) -> Self {
         // What the machine is has a place of its own.
-        // The server tells its snapshots again, and how its images are cut into objects.
+        // The server tells its snapshots again, and how its images are cut into objects. What its users say is in its descriptors.
         let VmSpec {
             vm,
             name,
@@ -517,6 +517,7 @@ impl From<&VmSpec> for Vm {
             devices,
             snapshots: _,
             images: _,
+            about: _,
         } = spec;
         let devices = devices.iter().map(|device| match device {
             Device::Disk(disk) => StoredDevice::Disk(disk.into()),
@@ -541,8 +542,8 @@ impl From<Vm> for VmSpec {
             StoredDevice::Nic(nic) => Device::Nic(nic.into()),
         });
         let (key, hardware, devices) = (key.map(Key::into), Hardware::default(), devices.collect());
-        let (snapshots, images) = (Vec::new(), None);
-        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images }
+        let (snapshots, images, about) = (Vec::new(), None, None);
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images, about }
     }
 }
 
@@ -563,8 +564,8 @@ impl From<VmOfDisks> for VmSpec {
     fn from(VmOfDisks { vm, name, vcpus, memory, key, disks }: VmOfDisks) -> Self {
         let devices = disks.into_iter().map(|disk| Device::Disk(disk.into())).collect();
         let (key, hardware) = (key.map(Key::into), Hardware::default());
-        let (policy, snapshots, images) = (None, Vec::new(), None);
-        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images }
+        let (policy, snapshots, images, about) = (None, Vec::new(), None, None);
+        Self { vm, name, vcpus, memory, policy, key, hardware, devices, snapshots, images, about }
     }
 }
 

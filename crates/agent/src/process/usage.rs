@@ -1,8 +1,11 @@
 //! What the processes of a VM use, as the kernel counts it.
 
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{identity, parse_stat};
+use super::{ProcessIdentity, identity, parse_stat};
 
 /// What a process uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,12 +25,37 @@ const RESIDENT: usize = 24 - 3;
 #[must_use]
 pub fn of(record: &Path) -> Option<ProcessUsage> {
     let known = identity(record).ok()??;
+    parse(&stat_of(known)?, clock_ticks(), page_size())
+}
+
+/// What the kernel says of a process; none when it has ended.
+fn stat_of(known: ProcessIdentity) -> Option<String> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", known.pid)).ok()?;
     // Its id may be another process's by now.
-    if parse_stat(&stat) != Some(known) {
-        return None;
+    (parse_stat(&stat) == Some(known)).then_some(stat)
+}
+
+/// Whether the process on record has this file open; none when it has ended.
+///
+/// # Errors
+/// The kernel's: this process may not look at that one.
+pub fn has_open(record: &Path, file: &Metadata) -> io::Result<Option<bool>> {
+    let Some(known) = identity(record)? else { return Ok(None) };
+    if stat_of(known).is_none() {
+        return Ok(None);
     }
-    parse(&stat, clock_ticks(), page_size())
+    let listed = match std::fs::read_dir(format!("/proc/{}/fd", known.pid)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    for entry in listed {
+        // One that is not there any more has been closed.
+        let Ok(open) = entry.and_then(|entry| std::fs::metadata(entry.path())) else { continue };
+        if (open.dev(), open.ino()) == (file.dev(), file.ino()) {
+            return Ok(Some(true));
+        }
+    }
+    Ok(stat_of(known).map(|_| false))
 }
 
 fn parse(stat: &str, ticks: u64, page: u64) -> Option<ProcessUsage> {
@@ -69,6 +97,22 @@ mod tests {
         assert_eq!((usage.cpu_nanoseconds, usage.resident), (3_000_000_000, 300 * 4096));
         assert_eq!(parse("42 (x) S 1", 100, 4096), None);
         assert!(memory_available().is_some_and(|bytes| bytes > 0));
+    }
+
+    #[test]
+    fn a_file_that_is_open_is_told_from_one_that_took_its_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let (record, path) = (directory.path().join("own"), directory.path().join("file"));
+        std::fs::write(&path, "one").unwrap();
+        let file = std::fs::File::open(&path).unwrap();
+        let facts = || std::fs::metadata(&path).unwrap();
+        assert_eq!(has_open(&record, &facts()).unwrap(), None, "no process is on record");
+        std::fs::write(&record, std::fs::read_to_string("/proc/self/stat").unwrap()).unwrap();
+        assert_eq!(has_open(&record, &facts()).unwrap(), Some(true));
+        std::fs::write(directory.path().join("new"), "two").unwrap();
+        std::fs::rename(directory.path().join("new"), &path).unwrap();
+        assert_eq!(has_open(&record, &facts()).unwrap(), Some(false));
+        drop(file);
     }
 
     #[test]

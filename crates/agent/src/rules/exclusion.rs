@@ -33,7 +33,7 @@ pub enum Action {
     DropSource,
     /// To keep what a disk holds.
     TakeSnapshot,
-    /// To have a disk hold what a snapshot keeps.
+    /// To have a disk hold what a snapshot keeps. Of a VM that is suspended only where its memory is given up ([`super::check_revert`]).
     Revert,
     /// To remove a snapshot of a disk. The same job again is not an action.
     DropSnapshot,
@@ -57,6 +57,10 @@ pub enum Action {
     ExposeToRead,
     /// To expose a disk for writing.
     ExposeToWrite,
+    /// To expose what a snapshot keeps of it.
+    ExposeKept,
+    /// To expose its ciphertext.
+    ExposeSealed,
     /// To start the VM.
     PowerOn,
     /// To save the guest's memory and stop it.
@@ -145,7 +149,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 35] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 37] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -159,7 +163,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 35] = [
     (Action::ConvertDisk,   [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::TakeSnapshot,  [YES,   STATE,   YES,    STATE,   YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::Revert,        [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSnapshot,  [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Prove,         [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::Dump,          [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
@@ -171,6 +175,8 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 35] = [
     (Action::SendAtRest,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToRead,  [YES,   IN_USE,  YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExposeToWrite, [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExposeKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExposeSealed,  [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::PowerOn,       [YES,   IS,      IS,     STATE,   STATE,  STATE,      YES,       IN_USE,    STATE,    STATE,     IN_USE,  YES]),
     (Action::Suspend,       [STATE, STATE,   YES,    STATE,   YES,    IS,         IS,        IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ShutDown,      [IS,    STATE,   YES,    YES,     STATE,  STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
@@ -309,6 +315,15 @@ impl Situation<'_> {
             }
             (Action::ExportKept, Starting) => {
                 "is starting: what its snapshots keep cannot be exported meanwhile. Wait until it runs"
+            }
+            (Action::ExposeKept, Starting) => {
+                "is starting: what its snapshots keep cannot be exposed meanwhile. Wait until it runs"
+            }
+            (Action::ExposeSealed, Starting | Running | Stopping | Paused) => {
+                let what = format!(
+                    "VM '{vm}' is not off, and the ciphertext of a disk that is written to is not of one instant: expose that of a snapshot (vmseal snapshot create {vm} NAME, then --snapshot NAME), or stop it first"
+                );
+                return Problem::new(code, what);
             }
             (Action::Prove, Starting) => {
                 "is starting: its files cannot be read for a proof meanwhile. Wait until it runs"

@@ -8,7 +8,7 @@ use vmseal_api::host::{
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::transfer::ExportFormat;
+use vmseal_api::transfer::{ExportFormat, ImageFormat};
 use vmseal_seal::wire::STREAMS_MAX;
 
 use super::exclusion::Action;
@@ -170,14 +170,6 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     if begin.at_rest {
         check_send_at_rest(spec, job, &begin.session)?;
     }
-    let stays = |disk: &&DiskSpec| disk.role == DiskRole::Tpm && !job.copies.contains(&disk.disk);
-    if let Some(disk) = spec.disks().find(stays) {
-        let what = format!(
-            "has a TPM, and what that keeps moves only with a copy of its disk '{}', to another datastore",
-            disk.name
-        );
-        return Err(wrong_state(spec, &what));
-    }
     if let Some(disk) = spec.disks().find(|disk| disk.replica.is_some()) {
         let what = format!(
             "has a replica of its disk '{}', which would stay behind. Stop it first",
@@ -217,6 +209,22 @@ pub fn check_sent_memory(spec: &VmSpec, suspended: bool, told: bool) -> Result<(
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses to revert a VM that is suspended where nobody has said that its memory is given up: with the disks of a snapshot it must not be
+/// used any more.
+///
+/// # Errors
+/// `wrong-state`.
+pub fn check_revert(spec: &VmSpec, job: &RevertJob, power: Power) -> Result<(), Problem> {
+    if power != Power::Suspended || job.discard_memory {
+        return Ok(());
+    }
+    let what = format!(
+        "is suspended, and a revert loses the memory that is saved: have it given up (vmseal snapshot revert {} {} --discard-memory)",
+        spec.name, job.snapshot
+    );
+    Err(wrong_state(spec, &what))
 }
 
 /// Refuses to start a VM that is off and is sent to another host, which may have it already.
@@ -419,9 +427,13 @@ fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static s
         (DiskRole::CloudInit, Some(_), None)
         | (DiskRole::Data, None, _)
         | (DiskRole::UefiVariables | DiskRole::Tpm, None, None) => Ok(()),
+        (DiskRole::UefiVariables, None, Some(source)) => match source.format {
+            ImageFormat::Raw => Ok(()),
+            ImageFormat::Qcow2 => Err("is not needed, and variables of firmware are taken raw"),
+        },
         (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
         (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
-        (DiskRole::UefiVariables | DiskRole::Tpm, None, Some(_)) => {
+        (DiskRole::Tpm, None, Some(_)) => {
             Err("is not needed, nor is an image: the host has what it begins with")
         }
         (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {

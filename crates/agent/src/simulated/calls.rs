@@ -1,5 +1,6 @@
 //! The calls of a simulated host.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,8 +16,8 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, HostDescription, JobSpec, JobStatus,
-    KeptRoom, KeyReference, KeyState, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, Power,
-    PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
+    KeptRoom, KeyReference, KeyState, MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey,
+    Power, PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange,
     StopReason, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
@@ -33,9 +34,12 @@ use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, g
 use crate::filter::log_level;
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
+use crate::storage::facts::{role_of, told_role};
 use crate::storage::image::Image;
+use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 
 /// Work that continues after a call has been answered.
 pub type Later = Option<(VmId, Work, u64, Duration)>;
@@ -138,12 +142,15 @@ impl Inside {
         Ok(self.usage())
     }
 
-    fn examine_disk(&self, NewDisk { disk, source }: &NewDisk) -> Result<(), Problem> {
+    fn examine_disk(&self, new_disk: &NewDisk) -> Result<(), Problem> {
+        let NewDisk { disk, source, .. } = new_disk;
         self.check_place(&disk.datastore)?;
         if let Some(replica) = &disk.replica {
             self.check_place(&replica.datastore)?;
         }
-        if let Some(source) = source {
+        if let Some((path, firmware)) = new_disk.taken_variables() {
+            variables::read(path, firmware, &TransferDirectories::anywhere())?;
+        } else if let Some(source) = source {
             Image::open(source, disk, &TransferDirectories::anywhere())?;
         }
         if disk.allocation == Allocation::Preallocated && (self.full || disk.size > CAPACITY) {
@@ -160,9 +167,10 @@ impl Inside {
         let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
         let mounted_key = self.mounted_key(&spec.location);
         let mount = self.mount(&spec.location);
+        let osds = spec.location.pool().and(self.osds);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools, mounted_key, mount }
+            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds }
         };
         if let Some(free) = self.free {
             return available(free);
@@ -191,6 +199,7 @@ impl Inside {
                         disk: *disk,
                         provider: key.provider,
                         key_id: key.key_id.clone(),
+                        role: it.role,
                     };
                     ImageContent::Vmseal { claims: keys.iter().map(claim).collect() }
                 }
@@ -202,6 +211,7 @@ impl Inside {
     }
 
     pub(super) fn check_place(&self, spec: &DatastoreSpec) -> Result<(), Problem> {
+        self.check_mounted_messenger(&spec.location)?;
         self.persisted.storage.check_place(spec)
     }
 
@@ -303,6 +313,7 @@ impl Inside {
     pub(super) fn make_disk(&mut self, vm: VmId, disk: DiskId) -> Result<DiskFacts, Problem> {
         let known = self.known(vm)?;
         let spec = rules::find_disk(&known.spec, disk)?.clone();
+        let role = told_role(role_of(&known.spec, &spec));
         let reference = known.spec.key.as_ref().filter(|_| spec.encrypted);
         let check = reference.map(|reference| reference.check.clone());
         let keys = reference.cloned().into_iter().collect();
@@ -328,7 +339,8 @@ impl Inside {
         };
         let length = spec.size + offset;
         let (written, shared) = (facts.clone(), false);
-        let made = SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, length };
+        let made =
+            SimulatedDisk { vm, datastore, facts: written, checks, keys, shared, role, length };
         self.persisted.disks.insert(disk, made);
         Ok(facts)
     }
@@ -441,24 +453,31 @@ impl Inside {
         let disk = rules::find_disk(&spec, disk)?;
         let made = known.has_made(disk);
         match what {
-            Exposing::Hold { writable } => {
-                rules::holds_data(&spec, disk)?;
-                let action = if writable { Action::ExposeToWrite } else { Action::ExposeToRead };
-                self.situation(vm)?.may(action, Some(disk))?;
-                if unused.contains(&disk.disk) {
-                    return Err(rules::not_in_guest(&spec, disk));
-                }
-                if power == Power::Off {
-                    rules::check_exposure(&spec, disk, key, made)?;
-                }
-                if writable {
-                    self.forget_bitmaps(vm, disk.disk);
-                }
-                Ok(self.agent.exposed.hold(disk.disk))
-            }
             Exposing::Connect => {
                 let connected = self.agent.exposed.connect(disk.disk);
                 connected.ok_or_else(|| rules::not_exposed(&spec, disk))
+            }
+            held => {
+                rules::holds_data(&spec, disk)?;
+                self.situation(vm)?.may(rules::exposing(held), Some(disk))?;
+                let kept = match held {
+                    Exposing::HoldKept { snapshot, .. } => Some(snapshot),
+                    _ => None,
+                };
+                if kept.is_none() && unused.contains(&disk.disk) {
+                    return Err(rules::not_in_guest(&spec, disk));
+                }
+                let beside = matches!(held, Exposing::Hold { .. });
+                if power == Power::Off || !beside {
+                    rules::check_exposure(&spec, disk, key, made, held)?;
+                }
+                if let Some(snapshot) = kept.filter(|kept| !self.keeps(disk.disk, *kept)) {
+                    return Err(rules::no_snapshot(&spec.name, disk, snapshot));
+                }
+                if held == (Exposing::Hold { writable: true }) {
+                    self.forget_bitmaps(vm, disk.disk);
+                }
+                Ok(self.agent.exposed.hold(disk.disk, beside))
             }
         }
     }
@@ -628,6 +647,17 @@ impl HostAgent for SimulatedHost {
 
     async fn measure_kept(&self, _: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
         self.call(Call::MeasureKept, |inside| Ok(inside.kept_room(&disks)))
+    }
+
+    async fn measure_medium(&self, _: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
+        self.call(Call::MeasureMedium, |inside| {
+            let file = medium::open_file(&path, &TransferDirectories::anywhere())?;
+            let mut facts = medium::measure(&path, &file)?;
+            if inside.other_media {
+                facts.ends.insert_str(0, "other ");
+            }
+            Ok(facts)
+        })
     }
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -23,6 +23,8 @@ pub struct Exposed(BTreeMap<DiskId, Held>);
 struct Held {
     task: JoinHandle<()>,
     over: Arc<AtomicBool>,
+    /// Whether it ends with the filter of a guest.
+    beside: bool,
 }
 
 impl Exposed {
@@ -30,8 +32,13 @@ impl Exposed {
         self.0.get(&disk).is_some_and(|held| !held.over.load(Ordering::Acquire))
     }
 
+    /// Whether the filter of a guest would serve it.
+    pub fn has_beside(&self, disk: DiskId) -> bool {
+        self.has(disk) && self.0.get(&disk).is_some_and(|held| held.beside)
+    }
+
     /// The stream of the client that exposes the disk.
-    pub fn hold(&mut self, disk: DiskId) -> ConsoleStream {
+    pub fn hold(&mut self, disk: DiskId, beside: bool) -> ConsoleStream {
         let (mut ours, theirs) = duplex(BUFFER);
         let over = Arc::new(AtomicBool::new(false));
         let at_the_end = Arc::clone(&over);
@@ -40,7 +47,7 @@ impl Exposed {
             // Before the client sees the end of its stream.
             at_the_end.store(true, Ordering::Release);
         });
-        self.0.insert(disk, Held { task, over });
+        self.0.insert(disk, Held { task, over, beside });
         Box::new(theirs)
     }
 

@@ -58,6 +58,8 @@ pub enum Call {
     ExamineHardware,
     /// `measure_kept`
     MeasureKept,
+    /// `measure_medium`
+    MeasureMedium,
     /// `examine_nic`
     ExamineNic,
     /// `examine_job`

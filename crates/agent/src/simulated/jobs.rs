@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::{ExportJob, JobKind, JobSpec, JobState, Power, SendJob};
+use vmseal_api::host::{DiskRole, ExportJob, JobKind, JobSpec, JobState, Power, SendJob};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -15,6 +15,7 @@ use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::image::Image;
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 
 /// The exported files on the host.
 #[derive(Default)]
@@ -69,6 +70,7 @@ impl Inside {
             rules::check_sent_memory(&known.spec, suspended, departure.suspended)?;
         }
         self.ready_for_snapshots(vm, job)?;
+        self.ready_for_memory(vm, job)?;
         self.ready_for_backups(vm, job)?;
         self.ready_to_copy(vm, job)?;
         let export = match job {
@@ -179,14 +181,17 @@ impl Inside {
             (Some(JobSpec::Receive(_)), _) => self.migrated(vm, task, false),
             (Some(JobSpec::Snapshot(job)), _) => {
                 self.take_snapshot(&job.disks, job.snapshot);
+                self.keep_memory(vm, job);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Revert(job)), _) => {
                 job.disks.iter().for_each(|disk| self.forget_bitmaps(vm, *disk));
+                self.revert_memory(vm, job);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::DropSnapshot(job)), _) => {
                 self.drop_snapshot(&job.disks, job.snapshot);
+                self.persisted.kept_memories.remove(&job.snapshot);
                 self.all_made(vm, &job.disks);
             }
             (Some(JobSpec::Prove(job)), _) => self.prove(vm, task, job),
@@ -220,8 +225,11 @@ impl Inside {
                 status.disks.into_iter().for_each(|disk| known.jobs.written(disk))
             }
             (_, JobKind::DropSources) => {
-                status.disks.iter().for_each(|disk| known.jobs.made(*disk));
-                status.disks.into_iter().for_each(|disk| self.drop_source(disk));
+                for disk in status.disks {
+                    let former = self.drop_source(vm, disk);
+                    let Ok(known) = self.known(vm) else { return };
+                    known.jobs.removed(disk, former);
+                }
             }
             (_, JobKind::Export) if full => {
                 let problem = Problem::new(ErrorCode::NoSpace, "the simulated host is full");
@@ -360,7 +368,13 @@ fn wrong_source(spec: &vmseal_api::host::VmSpec, job: &JobSpec) -> Option<(DiskI
     let JobSpec::Create(create) = job else { return None };
     create.disks.iter().find_map(|wanted| {
         let (source, disk) = (wanted.source.as_ref()?, spec.disk(wanted.disk)?);
-        let problem = Image::open(source, disk, &TransferDirectories::anywhere()).err()?;
+        let anywhere = TransferDirectories::anywhere();
+        let problem = match disk.role {
+            DiskRole::UefiVariables => {
+                variables::read(&source.path, spec.hardware.firmware, &anywhere).err()?
+            }
+            _ => Image::open(source, disk, &anywhere).err()?,
+        };
         Some((disk.disk, problem))
     })
 }

@@ -1,10 +1,78 @@
-//! Memory of guests that is not saved or loaded as it should be.
+//! Memory of guests that snapshots keep, and such that is not saved or loaded as it should be.
 
-use vmseal_api::host::{Power, StopReason};
-use vmseal_api::id::VmId;
+use vmseal_api::host::{JobSpec, Power, RevertJob, SnapshotJob, StopReason};
+use vmseal_api::id::{SnapshotId, VmId};
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::running::RunningGuest;
-use super::{SimulatedHost, Work};
+use super::{Inside, SimulatedHost, Work};
+use crate::rules;
+use crate::storage::memory::NOT_COUNTED;
+
+impl Inside {
+    /// Checks what snapshots with memory need, and what becomes of the memory of a VM that is reverted.
+    pub fn ready_for_memory(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
+        let known = self.known(vm)?;
+        let (spec, power) = (known.spec.clone(), known.power);
+        match job {
+            JobSpec::Snapshot(job) if job.memory => {
+                if matches!(power, Power::Running | Power::Suspended) {
+                    return Ok(());
+                }
+                let what =
+                    "neither runs nor is suspended, and has no memory that a snapshot could keep";
+                Err(rules::wrong_state(&spec, what))
+            }
+            JobSpec::Revert(job) => {
+                if job.memory && !self.persisted.kept_memories.contains_key(&job.snapshot) {
+                    let what = format!("the memory that snapshot {} keeps is gone", job.snapshot);
+                    return Err(Problem::new(ErrorCode::Damaged, what));
+                }
+                if job.memory && self.is_suspended_with(vm, job.snapshot) {
+                    return Ok(());
+                }
+                rules::check_revert(&spec, job, power)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a VM is suspended with the memory that a snapshot keeps.
+    fn is_suspended_with(&self, vm: VmId, snapshot: SnapshotId) -> bool {
+        let (suspended, kept) = (&self.persisted.suspended, &self.persisted.kept_memories);
+        let found = suspended.get(&vm).map(|guest| guest.generation);
+        found.is_some_and(|found| kept.get(&snapshot) == Some(&found))
+    }
+
+    /// A snapshot was taken: it keeps the memory of a guest that runs, or what a VM is suspended with.
+    pub fn keep_memory(&mut self, vm: VmId, job: &SnapshotJob) {
+        if job.memory {
+            let saved = self.persisted.suspended.get(&vm).map(|guest| guest.generation);
+            let generation = saved.or(job.generation).unwrap_or(NOT_COUNTED);
+            self.persisted.kept_memories.insert(job.snapshot, generation);
+        }
+    }
+
+    /// A VM was reverted: what memory it had is gone, and it is suspended with that of the snapshot, if there is one.
+    pub fn revert_memory(&mut self, vm: VmId, job: &RevertJob) {
+        let kept = self.persisted.kept_memories.get(&job.snapshot).copied();
+        let kept = kept.filter(|_| job.memory);
+        let Ok(known) = self.known(vm) else { return };
+        // It may be started while this simulated work goes on.
+        if !matches!(known.power, Power::Off | Power::Suspended) {
+            return;
+        }
+        known.power = if kept.is_some() { Power::Suspended } else { Power::Off };
+        let spec = known.spec.clone();
+        match kept {
+            Some(generation) => {
+                let guest = RunningGuest { generation, ..RunningGuest::new(spec) };
+                self.persisted.suspended.insert(vm, guest);
+            }
+            None => drop(self.persisted.suspended.remove(&vm)),
+        }
+    }
+}
 
 impl SimulatedHost {
     /// The generation of the memory that is saved of a VM, or that is being saved.

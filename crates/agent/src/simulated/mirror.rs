@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
@@ -11,6 +12,9 @@ use super::calls::{Later, facts};
 use super::{Inside, Persisted, SimulatedHost, Work, gone};
 use crate::rules::{self, find_disk};
 
+/// The inode of what linked clones share: simulated files have none.
+const SHARED_INODE: u64 = 7;
+
 /// The copies of disks, and their former images.
 #[derive(Default)]
 pub struct Copies {
@@ -18,6 +22,8 @@ pub struct Copies {
     /// How fast a task's disks are copied.
     paces: BTreeMap<TaskId, CopyPace>,
     sources: BTreeMap<DiskId, TaskId>,
+    /// What will have become of them when they are removed.
+    fates: BTreeMap<DiskId, FormerFate>,
 }
 
 impl SimulatedHost {
@@ -133,11 +139,13 @@ impl Inside {
             if self.fail_disks.contains(&disk.disk) {
                 return Err(Problem::new(ErrorCode::Internal, "an injected failure"));
             }
-            let Copies { unfinished, sources, .. } = &mut self.persisted.copies;
+            let fate = self.fate(disk.disk);
+            let Copies { unfinished, sources, fates, .. } = &mut self.persisted.copies;
             match (unfinished.get(&disk.disk), sources.get(&disk.disk)) {
                 (Some(of), _) if *of == task => {
                     unfinished.remove(&disk.disk);
                     sources.insert(disk.disk, task);
+                    fates.insert(disk.disk, fate);
                 }
                 (_, Some(of)) if *of == task => {}
                 _ => return Err(rules::nothing_to_commit(task)),
@@ -232,7 +240,7 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
-        let Copies { unfinished, sources, paces } = &mut self.persisted.copies;
+        let Copies { unfinished, sources, paces, .. } = &mut self.persisted.copies;
         if job.disks.iter().any(|disk| sources.get(&disk.disk) == Some(&task)) {
             return Err(rules::is_mirrored(&self.known(vm)?.spec));
         }
@@ -241,15 +249,31 @@ impl Inside {
         Ok(())
     }
 
-    pub fn drop_source(&mut self, disk: DiskId) {
+    /// Removes the former image of a disk, if there is one: what has become of it.
+    pub fn drop_source(&mut self, vm: VmId, disk: DiskId) -> Option<FormerImage> {
         self.settle_conversion(disk);
         self.persisted.copies.sources.remove(&disk);
+        let fate = self.persisted.copies.fates.remove(&disk)?;
+        let name = self.known(vm).ok()?.spec.disk(disk)?.name.clone();
+        Some(FormerImage { disk, name, fate, discard: Discard::NotKnown })
+    }
+
+    /// What will have become of the image of a disk that gets a copy: what linked clones share is left to them.
+    fn fate(&self, disk: DiskId) -> FormerFate {
+        let facts = self.persisted.disks.get(&disk).map(|image| &image.facts);
+        let in_the_clear = facts == Some(&DiskFacts::Raw);
+        if self.persisted.links.shares(disk) {
+            let (clones, inodes) = (Vec::new(), vec![SHARED_INODE]);
+            return FormerFate::Shared { in_the_clear, clones, inodes };
+        }
+        if in_the_clear { FormerFate::Overwritten } else { FormerFate::HeaderOverwritten }
     }
 
     /// A disk is removed, with all of it.
     pub fn forget_copies(&mut self, disk: DiskId) {
         self.settle_conversion(disk);
         self.persisted.copies.sources.remove(&disk);
+        self.persisted.copies.fates.remove(&disk);
         self.persisted.copies.unfinished.remove(&disk);
     }
 }

@@ -41,17 +41,19 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::datastore::MountFacts;
+use vmseal_api::datastore::{HeaderRole, Messenger, MountFacts};
 use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
-    KeyReference, NicSpec, NicState, Notice, Power, StopReason, Stopped, VmSpec, VmState,
+    KeyReference, NicSpec, NicState, Notice, NoticeCode, Power, StopReason, Stopped, VmSpec,
+    VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, TaskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, SnapshotId, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
+use vmseal_api::osd_encryption::OsdEncryption;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request_id::RequestId;
@@ -100,6 +102,8 @@ pub struct SimulatedDisk {
     pub keys: Vec<KeyReference>,
     /// Whether its header says that others may have its data key.
     pub shared: bool,
+    /// What its header says that it is for.
+    pub role: HeaderRole,
     /// The length of its image, in bytes.
     pub length: u64,
 }
@@ -116,6 +120,8 @@ struct Persisted {
     leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
+    /// The generations of the memories that snapshots keep.
+    kept_memories: BTreeMap<SnapshotId, u64>,
     /// The generations of the memories of suspended VMs that other hosts will send.
     coming_memories: BTreeMap<VmId, u64>,
     /// The core dumps that were asked for: whose they are, and whether they are under its key.
@@ -333,6 +339,10 @@ struct Inside {
     mounted_keys: BTreeMap<PathBuf, String>,
     /// How pools are mounted, by their places: this outlives agents, too.
     mounts: BTreeMap<PathBuf, MountFacts>,
+    /// With which messenger somebody has mounted pools by hand, by their places.
+    mounted_messengers: BTreeMap<PathBuf, Messenger>,
+    /// What the monitors of a cluster say of its OSDs.
+    osds: Option<OsdEncryption>,
     /// The keys of pools that their cluster refuses.
     refused_keys: Vec<Vec<u8>>,
     /// The monitors that are of another cluster, and its fsid.
@@ -343,6 +353,10 @@ struct Inside {
     /// The features that it reports.
     features: Vec<String>,
     accelerator: Accelerator,
+    /// Media have other content than their files.
+    other_media: bool,
+    /// The version of QEMU that it reports.
+    qemu: String,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -379,6 +393,8 @@ impl SimulatedHost {
             pools: Vec::new(),
             mounted_keys: BTreeMap::new(),
             mounts: BTreeMap::new(),
+            mounted_messengers: BTreeMap::new(),
+            osds: None,
             refused_keys: Vec::new(),
             other_clusters: BTreeMap::new(),
             fail_disks: BTreeSet::new(),
@@ -389,6 +405,8 @@ impl SimulatedHost {
                 reason: "nothing runs on a simulated host".to_owned(),
                 processor: None,
             },
+            other_media: false,
+            qemu: "simulated".to_owned(),
             halfway: false,
         })))
     }
@@ -453,6 +471,11 @@ impl SimulatedHost {
         self.inside().accelerator = accelerator;
     }
 
+    /// Sets the version of QEMU that its guests run by.
+    pub fn set_qemu(&self, version: &str) {
+        version.clone_into(&mut self.inside().qemu);
+    }
+
     /// Sets how long making a disk, starting and shutting down take.
     pub fn set_work(&self, work: Duration) {
         self.inside().work = work;
@@ -468,6 +491,11 @@ impl SimulatedHost {
         self.inside().full = full;
     }
 
+    /// Gives media other content than their files have, which all simulated hosts see: those of another host.
+    pub fn set_other_media(&self, other: bool) {
+        self.inside().other_media = other;
+    }
+
     /// Takes swtpm from the host, which TPMs of VMs come from.
     pub fn lack_swtpm(&self) {
         self.inside().lacks_swtpm = true;
@@ -476,6 +504,11 @@ impl SimulatedHost {
     /// Sets how a cluster keeps what is stored in its pools.
     pub fn set_pools(&self, pools: Vec<PoolFacts>) {
         self.inside().pools = pools;
+    }
+
+    /// Sets what the monitors of a cluster say of its OSDs; none is a host of an earlier version, which does not say it.
+    pub fn set_osds(&self, osds: Option<OsdEncryption>) {
+        self.inside().osds = osds;
     }
 
     /// Sets how much room the datastores have, in bytes.
@@ -525,6 +558,15 @@ impl SimulatedHost {
         let mut inside = self.inside();
         if let Some(known) = inside.agent.vms.get_mut(&vm) {
             known.notices.push(notice);
+            inside.agent.publish(vm);
+        }
+    }
+
+    /// Takes the notices of this kind from a VM.
+    pub fn withdraw(&self, vm: VmId, code: NoticeCode) {
+        let mut inside = self.inside();
+        if let Some(known) = inside.agent.vms.get_mut(&vm) {
+            known.notices.retain(|notice| notice.code != code);
             inside.agent.publish(vm);
         }
     }
@@ -632,7 +674,7 @@ impl Inside {
             hostname: "simulated".to_owned(),
             key_box: self.agent.key_box.public(),
             accelerator: self.accelerator.clone(),
-            qemu: "simulated".to_owned(),
+            qemu: self.qemu.clone(),
             cpus: 8,
             memory: 64 << 30,
             aes_hardware: true,

@@ -3,14 +3,14 @@
 
 use std::path::Path;
 
-use vmseal_api::datastore::{MountFacts, RbdPool};
+use vmseal_api::datastore::{Messenger, MountFacts, RbdPool};
 use vmseal_api::host::{DatastoreLocation, PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{DeriveError, pool_key_fingerprint};
 
 use super::{Inside, SimulatedHost};
-use crate::storage::pool::without_key;
+use crate::storage::pool::{check_messenger, without_key};
 use crate::storage::remount::{key_to_try, not_a_pool};
 
 /// The fsid of the cluster that all pools are in, if it is not said that they are in another one.
@@ -45,6 +45,13 @@ impl Inside {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Refuses a pool that somebody has mounted over connections in the clear, as the real host does.
+    pub fn check_mounted_messenger(&self, location: &DatastoreLocation) -> Result<(), Problem> {
+        let Some(pool) = location.pool() else { return Ok(()) };
+        let path = location.path();
+        check_messenger(path, pool, self.mounted_messengers.get(path).copied())
     }
 
     /// The fingerprint of the key that the mount of a pool uses.
@@ -83,6 +90,9 @@ impl Inside {
         }
         self.may_mount(location)?;
         self.take_key(self.agent.pool_keys.get(location.path()))?;
+        if !remount.only_try {
+            self.mounted_messengers.remove(location.path());
+        }
         let held = self.agent.pool_keys.get(location.path()).filter(|_| !remount.only_try);
         if let Some(key) = held {
             let fingerprint = pool_key_fingerprint(key).map_err(|error| internal(&error))?;
@@ -131,5 +141,10 @@ impl SimulatedHost {
             Some(key) => drop(inside.mounted_keys.insert(path.to_owned(), key.to_owned())),
             None => drop(inside.mounted_keys.remove(path)),
         }
+    }
+
+    /// Somebody mounts a pool by hand, with this messenger.
+    pub fn set_mounted_messenger(&self, path: &Path, messenger: Messenger) {
+        self.inside().mounted_messengers.insert(path.to_owned(), messenger);
     }
 }

@@ -210,6 +210,9 @@ impl Inside {
         if let Some(disk) = difference.gone_disks.iter().find(|it| guest.first_disks.contains(it)) {
             return Err(plugging::stays_plugged(&known, *disk));
         }
+        // What a snapshot keeps of them, too.
+        let gone = difference.gone_disks.iter().copied();
+        plugging::check_exposed(&known, gone.filter(|disk| self.agent.exposed.has(*disk)))?;
         if !(difference.gone_disks.is_empty() && difference.new_disks.is_empty()) {
             self.may_replace_filter(vm)?;
         }
@@ -257,7 +260,7 @@ impl Inside {
         self.may_start_filter(vm)?;
         let spec = &self.agent.vms.get(&vm).ok_or_else(|| rules::unknown(vm))?.spec;
         let exposed =
-            spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has(*disk));
+            spec.disks().map(|disk| disk.disk).filter(|disk| self.agent.exposed.has_beside(*disk));
         plugging::check_exposed(spec, exposed)
     }
 

@@ -20,6 +20,13 @@ pub struct Snapshots(BTreeMap<DiskId, Vec<SnapshotId>>, BTreeMap<DiskId, Vec<Sna
 #[derive(Default)]
 pub struct Links(BTreeMap<DiskId, (DiskId, SnapshotId)>);
 
+impl Links {
+    /// Whether a disk has files in common with others.
+    pub fn shares(&self, disk: DiskId) -> bool {
+        self.0.iter().any(|(clone, (on, _))| *clone == disk || *on == disk)
+    }
+}
+
 impl SimulatedHost {
     /// The snapshots that a disk has.
     #[must_use]

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use vmseal_api::datastore::HeaderRole;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{DatastoreLocation, DiskFacts};
@@ -65,7 +66,8 @@ impl Inside {
                     continue;
                 }
             }
-            let descriptor = descriptor::of(spec, here, known.kek.as_ref())?;
+            let before = self.persisted.descriptors.get(&(here, vm));
+            let descriptor = descriptor::of(spec, here, known.kek.as_ref(), before)?;
             self.persisted.descriptors.insert((here, vm), descriptor);
         }
         Ok(())
@@ -109,7 +111,9 @@ impl Inside {
                     DiskFacts::Luks2 { data_offset, .. } => *data_offset,
                 };
                 let size = image.length - offset;
-                HeaderDisk { disk: **disk, size, facts: image.facts.clone() }
+                // A disk in the clear has no header.
+                let role = if image.keys.is_empty() { HeaderRole::Data } else { image.role };
+                HeaderDisk { disk: **disk, size, facts: image.facts.clone(), role }
             };
             let images = images.iter().map(image).collect();
             vms.push(FoundVm { vm, descriptor: FoundDescriptor::Missing { images, key } });

@@ -1,9 +1,10 @@
 use std::sync::Arc;
 
+use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::BitmapChange;
 use vmseal_api::host::{
     CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskSpec, DiskToCreate, HostAgent,
-    JobSpec, JobState, PowerOff,
+    JobSpec, JobState, PowerOff, Remount,
 };
 
 use super::*;
@@ -35,6 +36,29 @@ async fn the_simulated_host_keeps_the_contract() {
     })
     .await;
     assert!(host.disks().is_empty() && host.running().is_empty() && host.registered().is_empty());
+}
+
+#[tokio::test]
+async fn a_pool_that_was_mounted_in_the_clear_is_wrong_until_it_is_mounted_anew() {
+    let host = SimulatedHost::new();
+    let path = std::path::Path::new("/ceph");
+    let pool = Box::new(crate::storage::pool::tests::pool());
+    let location = DatastoreLocation::Rbd { path: path.to_owned(), pool };
+    let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
+    host.probe_datastore(datastore.clone()).await.unwrap();
+    let measured = async || host.measure_datastore(datastore.clone()).await.unwrap();
+    assert!(matches!(measured().await, DatastoreCondition::Available { .. }));
+    host.set_mounted_messenger(path, Messenger::Crc);
+    let DatastoreCondition::WrongMark { detail } = measured().await else {
+        panic!("it is taken");
+    };
+    assert!(detail.contains("messenger 'crc'"), "{detail}");
+    let remount =
+        |only_try| Remount { datastore: datastore.clone(), only_try, key: None, cluster: None };
+    host.remount_datastore(remount(true)).await.unwrap();
+    assert!(matches!(measured().await, DatastoreCondition::WrongMark { .. }));
+    host.remount_datastore(remount(false)).await.unwrap();
+    assert!(matches!(measured().await, DatastoreCondition::Available { .. }));
 }
 
 /// A host with a plain VM whose disk is made.

@@ -26,6 +26,7 @@ use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::KeyReference;
 
+use crate::storage::facts::told_role;
 use crate::storage::home::{self, DESCRIPTOR};
 use crate::storage::image_notes;
 use crate::storage::mark::{self, MARKER};
@@ -300,11 +301,14 @@ fn ours(place: &Path) -> bool {
 /// Whether it is in the directory of what a TPM keeps.
 fn of_tpm(place: &Path) -> bool {
     let directory = place.parent();
-    let disk = directory.and_then(Path::file_name).and_then(OsStr::to_str);
-    let disk = disk.and_then(|name| TPM.iter().find_map(|end| name.strip_suffix(*end)));
+    let name = directory.and_then(Path::file_name).and_then(OsStr::to_str);
     let home = directory.and_then(Path::parent).and_then(Path::to_str);
-    disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
-        && home.is_some_and(|home| home.parse::<VmId>().is_ok())
+    let is_of_tpm = |name: &str| {
+        let disk = TPM.iter().find_map(|end| name.strip_suffix(*end));
+        disk.is_some_and(|disk| disk.parse::<DiskId>().is_ok())
+            || home::of_arriving_tpm(name).is_some()
+    };
+    name.is_some_and(is_of_tpm) && home.is_some_and(|home| home.parse::<VmId>().is_ok())
 }
 
 /// Reads the head of a file; none when it is not a regular file after all.
@@ -346,6 +350,7 @@ fn claims(references: &[KeyReference]) -> ImageContent {
         disk: DiskId(of.disk),
         provider: ProviderId(of.provider),
         key_id: of.key_id.clone(),
+        role: told_role(of.role),
     };
     ImageContent::Vmseal { claims: references.iter().map(claim).collect() }
 }
@@ -357,6 +362,7 @@ mod tests {
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
+    use vmseal_api::datastore::HeaderRole;
     use vmseal_api::host::DatastoreLocation;
 
     use super::*;
@@ -375,8 +381,13 @@ mod tests {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
         let context = KeyContext { vm: *vm.0.as_bytes(), provider: [7; 16], key_id: "a-key" };
-        let identity =
-            vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let role = vmseal_luks::Role::Tpm;
+        let identity = vmseal_luks::Identity {
+            disk: disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role,
+        };
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
     }
 
@@ -416,6 +427,9 @@ mod tests {
         File::create(home.join(format!("{disk}.tpm/tpm2-00.permall"))).unwrap();
         std::fs::create_dir(home.join(format!("{disk}.source-tpm"))).unwrap();
         File::create(home.join(format!("{disk}.source-tpm/tpm2-00.permall"))).unwrap();
+        let arriving = home.join(format!("{disk}.tpm-{}", vmseal_api::id::MigrationId::new()));
+        std::fs::create_dir(&arriving).unwrap();
+        File::create(arriving.join("tpm2-00.permall")).unwrap();
         File::create(home.join(format!("{making}.raw.importing"))).unwrap();
         std::fs::create_dir_all(root.join("lost/and")).unwrap();
         encrypted(&root.join("lost/and/found.img"), vm, disk);
@@ -446,6 +460,7 @@ mod tests {
             disk,
             provider: "07070707-0707-0707-0707-070707070707".parse().unwrap(),
             key_id: "a-key".into(),
+            role: HeaderRole::Tpm,
         };
         let ours = ImageContent::Vmseal { claims: vec![claim] };
         let name = |disk, half_made| Some(NamedImage { vm, disk, half_made, replica: false });

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use vmseal_api::host::descriptor::{
     DescribedDisk, DescribedReplica, DescribedSnapshot, LENGTH_MAX, VERSION, VmDescriptor,
-    WITHOUT_SNAPSHOTS, parse,
+    WITHOUT_ABOUT, WITHOUT_SNAPSHOTS, parse,
 };
-use vmseal_api::host::{KeyReference, SnapshotSpec, VmSpec};
+use vmseal_api::host::{AboutVm, KeyReference, SnapshotSpec, VmSpec};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -47,7 +47,7 @@ fn read_bounded(path: &Path, to: &mut Vec<u8>) -> io::Result<()> {
     file.take(LENGTH_MAX as u64 + 1).read_to_end(to).map(drop)
 }
 
-/// The descriptor of a VM for the datastore `here`, authenticated if its KEK is at hand.
+/// The descriptor of a VM for the datastore `here`, authenticated if its KEK is at hand. `before` is the one that is there.
 ///
 /// # Errors
 /// `internal`: no memory for the key of the MAC.
@@ -55,7 +55,9 @@ pub fn of(
     spec: &VmSpec,
     here: DatastoreId,
     kek: Option<&SecretBytes>,
+    before: Option<&VmDescriptor>,
 ) -> Result<VmDescriptor, Problem> {
+    let about = said(spec, kek, before)?;
     let disks = spec.disks().map(|disk| {
         let replica = disk.replica.as_ref();
         let kind = if disk.datastore.datastore == here {
@@ -81,7 +83,12 @@ pub fn of(
             facts: disk.facts.clone(),
         }
     });
-    let version = if spec.snapshots.is_empty() { WITHOUT_SNAPSHOTS } else { VERSION };
+    // The oldest that has all of it: earlier versions of vmseal read that.
+    let version = match (about.is_empty(), spec.snapshots.is_empty()) {
+        (false, _) => VERSION,
+        (true, false) => WITHOUT_ABOUT,
+        (true, true) => WITHOUT_SNAPSHOTS,
+    };
     let mut descriptor = VmDescriptor {
         version,
         vm: spec.vm,
@@ -95,12 +102,34 @@ pub fn of(
         disks: disks.collect(),
         nics: spec.nics().cloned().collect(),
         snapshots: spec.snapshots.iter().map(|snapshot| described(spec, snapshot)).collect(),
+        about,
         mac: None,
     };
     if let (Some(reference), Some(kek)) = (&spec.key, kek) {
         descriptor.mac = Some(code_of(&descriptor, reference, kek)?);
     }
     Ok(descriptor)
+}
+
+/// What users say of a VM. Where this host was not told it, as by an earlier server, or where the agent has taken a running VM over from
+/// its record, which does not have it, the descriptor that is there says it: for a VM with a key, one that was made with this key.
+fn said(
+    spec: &VmSpec,
+    kek: Option<&SecretBytes>,
+    before: Option<&VmDescriptor>,
+) -> Result<AboutVm, Problem> {
+    if let Some(about) = &spec.about {
+        return Ok(about.clone());
+    }
+    let Some(before) = before.filter(|before| before.vm == spec.vm) else {
+        return Ok(AboutVm::default());
+    };
+    let is_ours = match (&spec.key, kek) {
+        (Some(key), Some(kek)) => is_authentic(before, key, kek)?,
+        // The new one is not authenticated either.
+        _ => true,
+    };
+    Ok(if is_ours { before.about.clone() } else { AboutVm::default() })
 }
 
 fn described(spec: &VmSpec, snapshot: &SnapshotSpec) -> DescribedSnapshot {

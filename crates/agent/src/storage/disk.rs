@@ -16,7 +16,7 @@ use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, ImageSource, KeyReference,
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::{Facts, Identity};
-use vmseal_secret::{DEK_LEN, SecretBytes};
+use vmseal_secret::{DEK_LEN, LockedFile, SecretBytes};
 
 use crate::hypervisor::firmware::FirmwareFiles;
 use crate::hypervisor::tpm::Swtpm;
@@ -25,7 +25,7 @@ use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal, is_preallocated, too_many};
 use crate::storage::cloning::{Lent, Target};
 use crate::storage::cloud_init;
-use crate::storage::facts::to_api;
+use crate::storage::facts::{role_of, to_api};
 use crate::storage::filling::Filling;
 use crate::storage::home::Home;
 use crate::storage::image::Image;
@@ -35,6 +35,7 @@ use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
 use crate::storage::tpm_disk::{self, MakeTpm};
 use crate::storage::transfer::TransferDirectories;
+use crate::storage::variables;
 use crate::timed;
 
 // Servers, which do not know what a header is, count the room for one.
@@ -63,6 +64,8 @@ pub enum Source {
     CloudInit(Result<SecretBytes, Problem>),
     /// What the variables of this firmware begin with.
     Variables(FirmwareFiles, Firmware),
+    /// Variables of this firmware, of a file of the host's.
+    TakenVariables(ImageSource, Firmware),
     /// Nothing; beside it is made what the VM's TPM keeps.
     Tpm(Swtpm),
     /// A disk of another VM; of one for cloud-init, its documents.
@@ -163,15 +166,11 @@ async fn make(
             (None, None)
         }
         Some(Source::Variables(files, firmware)) => {
-            // A disk that is made already does not need them.
             let template = spawn_blocking(move || files.variables(firmware));
-            let image = template.await.map_err(internal)?.and_then(|memory| {
-                memory.map(|it| Image::in_memory(it, "the firmware's variables")).transpose()
-            });
-            match image {
-                Ok(image) => (image, None),
-                Err(problem) => (None, Some(problem)),
-            }
+            of_variables(template.await.map_err(internal)?)
+        }
+        Some(Source::TakenVariables(source, firmware)) => {
+            of_variables(variables::take(source.path, firmware, &builder.transfer).await.map(Some))
         }
     };
     let (spec, disk) = (new_disk.spec.clone(), new_disk.disk.clone());
@@ -224,6 +223,17 @@ async fn make(
     let place = home.clone();
     spawn_blocking(move || place.finish(disk.disk, &file)).await.map_err(internal)??;
     Ok(facts)
+}
+
+/// The image of variables in memory, or why there is none: a disk that is made already does not need them.
+fn of_variables(memory: Result<Option<LockedFile>, Problem>) -> (Option<Image>, Option<Problem>) {
+    let image = memory.and_then(|memory| {
+        memory.map(|it| Image::in_memory(it, "the firmware's variables")).transpose()
+    });
+    match image {
+        Ok(image) => (image, None),
+        Err(problem) => (None, Some(problem)),
+    }
 }
 
 fn removed_meanwhile() -> Problem {
@@ -343,7 +353,12 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     let mut file = home.begin(spec, disk, vmseal_luks::DATA_OFFSET + disk.size)?;
     let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
     let context = keys::context(spec.vm, reference);
-    let identity = Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+    let identity = Identity {
+        disk: disk.disk.0,
+        holes: vmseal_luks::Holes::Zero,
+        shared: false,
+        role: role_of(spec, disk),
+    };
     let facts = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity)
         .map_err(|error| header_problem(&disk.name, &error))?;
     let here = &disk.datastore;

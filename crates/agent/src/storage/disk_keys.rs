@@ -252,7 +252,12 @@ mod tests {
             let mut file = home.begin(&self.spec, disk, length).unwrap();
             let dek = SecretBytes::random(DEK_LEN).unwrap();
             let context = keys::context(self.spec.vm, self.spec.key.as_ref().unwrap());
-            let identity = Identity { disk: disk.disk.0, holes: Holes::Zero, shared: false };
+            let identity = Identity {
+                disk: disk.disk.0,
+                holes: Holes::Zero,
+                shared: false,
+                role: Default::default(),
+            };
             let (size, kek) = (disk.size, &self.kek);
             let made = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();

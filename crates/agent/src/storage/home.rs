@@ -8,6 +8,7 @@
 //! <datastore>/<vm id>/<disk id>.map           what the replica of a disk may lack ([`crate::storage::replica`])
 //! <datastore>/<vm id>/<disk id>.pair          the image and replica that the map is of, beside both
 //! <datastore>/<vm id>/<disk id>.tpm/          what the VM's TPM keeps ([`crate::storage::tpm_state`])
+//! <datastore>/<vm id>/<disk id>.tpm-<migration id>/  the same of a guest that comes from another host ([`crate::storage::tpm_place`])
 //! <datastore>/<vm id>/<disk id>.copy-tpm/     the same, to take its place with the disk's copy ([`crate::storage::mirror::tpm`])
 //! <datastore>/<vm id>/<disk id>.source-tpm/   what it was before
 //! <datastore>/<vm id>/<disk id>.replica       the replica of a disk that is on another datastore
@@ -61,7 +62,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::{DatastoreSpec, DiskSpec, VmSpec};
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DiskId, MigrationId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
@@ -74,6 +75,7 @@ use crate::storage::image_layout;
 use crate::storage::json_file;
 use crate::storage::locked::{Access, make_locked, open_locked, open_once};
 use crate::storage::mark::{marked, usage};
+use crate::storage::named_keys;
 use crate::storage::sealed::remove_if_there;
 use crate::storage::tpm_state;
 use vmseal_api::atomic_file::{self, PRIVATE};
@@ -143,6 +145,13 @@ impl Note {
 #[must_use]
 pub fn is_base(rest: &str) -> bool {
     rest == "base" || rest.strip_prefix("base-").is_some_and(|at| at.parse::<usize>().is_ok())
+}
+
+/// Whose name it is, where it is that of what the TPM keeps of a guest that comes from another host ([`Home::arriving_tpm`]).
+#[must_use]
+pub fn of_arriving_tpm(name: &str) -> Option<(DiskId, MigrationId)> {
+    let (disk, migration) = name.split_once(".tpm-")?;
+    Some((disk.parse().ok()?, migration.parse().ok()?))
 }
 
 /// Whether the import has a note that is not too old.
@@ -298,7 +307,8 @@ impl Home {
             .and_then(|()| atomic_file::flush_directory_of(&self.path))
             .map_err(|error| failed(&self.path, "made", &error))?;
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        self.write_descriptor(&descriptor::of(spec, here.datastore, kek)?)
+        let before = self.descriptor();
+        self.write_descriptor(&descriptor::of(spec, here.datastore, kek, before.as_ref())?)
     }
 
     /// The descriptor that is there, if it can be read.
@@ -332,19 +342,28 @@ impl Home {
             return Ok(());
         }
         image_layout::note(&self.path, here, spec.images.as_ref())?;
-        let wanted = descriptor::of(spec, here.datastore, kek)?;
-        if self.descriptor().is_some_and(|there| there == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, kek, there.as_ref())?;
+        if there.is_some_and(|there| there == wanted) {
             return Ok(());
         }
         self.write_descriptor(&wanted)
     }
 
     /// Writes the descriptor of a disk that is being made. What is there stays if it says the same, so that it stays
-    /// authenticated.
+    /// authenticated. It refuses to name another key than the VM's disks do.
     fn describe_begun(&self, spec: &VmSpec, here: &DatastoreSpec) -> Result<(), Problem> {
-        let wanted = descriptor::of(spec, here.datastore, None)?;
-        if self.descriptor().is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
+        let there = self.descriptor();
+        let wanted = descriptor::of(spec, here.datastore, None, there.as_ref())?;
+        if there.is_some_and(|there| VmDescriptor { mac: None, ..there } == wanted) {
             return image_layout::note(&self.path, here, spec.images.as_ref());
+        }
+        if let (Some(before), Some(key)) = (self.descriptor(), &spec.key)
+            && before.vm == spec.vm
+            && before.key.as_ref().is_some_and(|named| named != key)
+        {
+            let encrypted = before.disks.iter().filter(|disk| disk.encrypted);
+            encrypted.map(|disk| disk.disk).try_for_each(|it| named_keys::check(self, spec, it))?;
         }
         self.describe_locked(spec, here, None)
     }
@@ -546,7 +565,9 @@ impl Home {
         self.remove_note(&self.source_layers_note(disk))?;
         self.remove_note(&self.merge_lock(disk))?;
         remove_state_of_none(&self.image(disk))?;
-        for path in [self.copy_tpm(disk), self.unfinished_tpm(disk), self.source_tpm(disk)] {
+        let arriving = self.arriving_tpms(disk)?.into_iter().map(|(_, path)| path);
+        let copies = [self.copy_tpm(disk), self.unfinished_tpm(disk), self.source_tpm(disk)];
+        for path in copies.into_iter().chain(arriving) {
             tpm_state::remove(&path)?;
         }
         self.discard(disk)

@@ -103,20 +103,9 @@ impl Image {
         disk: &DiskSpec,
         allowed: &TransferDirectories,
     ) -> Result<Self, Problem> {
-        let invalid =
-            |what: String| Problem::invalid("image", format!("{}: {what}", source.path.display()));
-        if !source.path.is_absolute() {
-            return Err(invalid("must be an absolute path".to_owned()));
-        }
-        let file = allowed.image(&source.path).map_err(|refused| match refused {
-            TransferError::Outside(why) => Problem::invalid("image", why),
-            TransferError::File(error) => invalid(error.to_string()),
-        })?;
+        let invalid = |what: String| refused(&source.path, &what);
+        let file = open_unused(&source.path, allowed)?;
         let metadata = file.metadata().map_err(|error| invalid(error.to_string()))?;
-        if !metadata.is_file() {
-            return Err(invalid("is no regular file".to_owned()));
-        }
-        check_unused(&file, &source.path)?;
         let size = match source.format {
             ImageFormat::Raw => {
                 let other = begins_as(&file).map_err(|error| invalid(error.to_string()))?;
@@ -164,6 +153,30 @@ impl Image {
     }
 }
 
+fn refused(path: &Path, what: &str) -> Problem {
+    Problem::invalid("image", format!("{}: {what}", path.display()))
+}
+
+/// Opens a file to import, to which nothing writes.
+///
+/// # Errors
+/// `invalid-request`: it is outside of the directories for imports, or not a regular file. `in-use`: a process may write to it.
+pub(super) fn open_unused(path: &Path, allowed: &TransferDirectories) -> Result<File, Problem> {
+    if !path.is_absolute() {
+        return Err(refused(path, "must be an absolute path"));
+    }
+    let file = allowed.image(path).map_err(|error| match error {
+        TransferError::Outside(why) => Problem::invalid("image", why),
+        TransferError::File(error) => refused(path, &error.to_string()),
+    })?;
+    let metadata = file.metadata().map_err(|error| refused(path, &error.to_string()))?;
+    if !metadata.is_file() {
+        return Err(refused(path, "is no regular file"));
+    }
+    check_unused(&file, path)?;
+    Ok(file)
+}
+
 /// What images of other formats begin with: the place, the bytes, and what that is.
 const MAGICS: [(u64, &[u8], &str); 7] = [
     (0, b"QFI\xfb", "a qcow2 image"),
@@ -176,7 +189,7 @@ const MAGICS: [(u64, &[u8], &str); 7] = [
 ];
 
 /// What an image that is not raw begins as. A raw one could, too: nothing is ever opened by this.
-fn begins_as(file: &File) -> io::Result<Option<&'static str>> {
+pub(super) fn begins_as(file: &File) -> io::Result<Option<&'static str>> {
     for (place, magic, name) in MAGICS {
         let mut there = vec![0; magic.len()];
         if file.read_at(&mut there, place)? == magic.len() && there == magic {

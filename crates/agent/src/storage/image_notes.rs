@@ -148,7 +148,12 @@ mod tests {
         let (dek, kek) =
             (SecretBytes::random(DEK_LEN).unwrap(), SecretBytes::random(KEK_LEN).unwrap());
         let reference = keys::reference_of(&kek, vm, "key-7");
-        let identity = Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = Identity {
+            disk: disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: Default::default(),
+        };
         let context = keys::context(vm, &reference);
         vmseal_luks::create(&mut file, 1 << 20, &dek, &kek, &context, identity).unwrap();
         let here = in_pool(directory.path());
@@ -159,7 +164,13 @@ mod tests {
         assert!(Noted { disk: DiskId::new(), ..of }.keys(&file).is_err());
         let of = Noted { here: &here, vm, disk, encrypted: false };
         assert_eq!(of.keys(&file).unwrap(), NO_KEY);
-        let claim = Claim { vm, disk, provider: reference.provider, key_id: "key-7".to_owned() };
+        let claim = Claim {
+            vm,
+            disk,
+            provider: reference.provider,
+            key_id: "key-7".to_owned(),
+            role: Default::default(),
+        };
         let content = ImageContent::Vmseal { claims: vec![claim] };
         let elsewhere = at(DatastoreLocation::Dir { path: directory.path().to_owned() });
         Noted { here: &elsewhere, vm, disk, encrypted: true }.note(&file);

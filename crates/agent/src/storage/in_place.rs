@@ -31,7 +31,7 @@ use crate::keys;
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::conversion::{self, Note, Stage, is_there, refusal};
-use crate::storage::facts::{from_api, to_api};
+use crate::storage::facts::{from_api, role_of, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
@@ -260,8 +260,12 @@ impl Wanted {
             self.open_header(image, &self.facts)?;
         }
         let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
-        let identity =
-            Identity { disk: self.id().0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = Identity {
+            disk: self.id().0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: role_of(&self.spec, &self.disk),
+        };
         let facts = vmseal_luks::create(&mut file, size, &dek, kek, &context, identity);
         let facts = to_api(&facts.map_err(|error| header_problem(&self.disk.name, &error))?);
         file.sync_all().map_err(|error| made(&error))?;

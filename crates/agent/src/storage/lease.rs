@@ -2,16 +2,20 @@
 //!
 //! ```text
 //! <datastore>/<vm id>/vm.lease   {"version":1,"generation":7}
+//! <datastore>/<vm id>/vm.lease   {"version":1,"generation":8,"tpm":"0197…"}   what the TPM keeps came with that migration
 //! ```
 //! A host that receives a running VM takes the lease before the guest runs there. A host that has handed the guest over lets it
 //! go on only if the lease is as it was then: otherwise the guest has run elsewhere, and its memory no longer belongs to the
 //! disks. The lock of each image keeps two processes from one disk at a time; the lease keeps a stale guest from it afterwards.
+//! It also says which of two directories has what the VM's TPM keeps, from the same instant on ([`crate::storage::tpm_place`]); earlier
+//! versions skip that.
 //! The file is beside the VM's first disk. A VM without disks has none, and nothing that could be harmed.
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::VmSpec;
+use vmseal_api::id::MigrationId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::home::Home;
@@ -27,6 +31,9 @@ const LENGTH_MAX: u64 = 4096;
 struct Stored {
     version: u32,
     generation: u64,
+    /// The migration that what the VM's TPM keeps came with, on the datastore that both hosts have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tpm: Option<MigrationId>,
 }
 
 /// Where the lease of a VM is; none for a VM without disks.
@@ -41,9 +48,19 @@ fn path(spec: &VmSpec) -> Result<Option<PathBuf>, Problem> {
 /// `damaged`, or those of the file system.
 pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
     match path(spec)? {
-        Some(path) => read_at(&path),
+        Some(path) => generation_in(&path),
         None => Ok(0),
     }
+}
+
+/// The migration that what the VM's TPM keeps came with when the lease was taken last, on the datastore that both hosts have; none where it
+/// came in another way, or not at all. Blocks.
+///
+/// # Errors
+/// As [`read`].
+pub fn tpm(spec: &VmSpec) -> Result<Option<MigrationId>, Problem> {
+    let Some(path) = path(spec)? else { return Ok(None) };
+    Ok(read_at(&path)?.and_then(|stored| stored.tpm))
 }
 
 /// The same of the VM whose first disk is in this home. Blocks.
@@ -51,17 +68,21 @@ pub fn read(spec: &VmSpec) -> Result<u64, Problem> {
 /// # Errors
 /// As [`read`].
 pub fn generation_at(home: &Home) -> Result<u64, Problem> {
-    read_at(&home.lease())
+    generation_in(&home.lease())
 }
 
-fn read_at(path: &Path) -> Result<u64, Problem> {
-    let Some(text) = json_file::read(path, LENGTH_MAX)? else { return Ok(0) };
+fn generation_in(path: &Path) -> Result<u64, Problem> {
+    Ok(read_at(path)?.map_or(0, |stored| stored.generation))
+}
+
+fn read_at(path: &Path) -> Result<Option<Stored>, Problem> {
+    let Some(text) = json_file::read(path, LENGTH_MAX)? else { return Ok(None) };
     let damaged = |what: String| {
         let what = format!("{}, the lease of the VM's disks, {what}", path.display());
         Problem::new(ErrorCode::Damaged, what)
     };
-    match serde_json::from_slice(&text) {
-        Ok(Stored { version: VERSION, generation }) => Ok(generation),
+    match serde_json::from_slice::<Stored>(&text) {
+        Ok(stored) if stored.version == VERSION => Ok(Some(stored)),
         Ok(Stored { version, .. }) => {
             Err(damaged(format!("has version {version}: use a newer vmseal")))
         }
@@ -74,8 +95,20 @@ fn read_at(path: &Path) -> Result<u64, Problem> {
 /// # Errors
 /// `conflict` where a later placement has it; those of [`read`].
 pub fn take(spec: &VmSpec, generation: u64) -> Result<(), Problem> {
+    take_with(spec, generation, None)
+}
+
+/// The same; from then on what the VM's TPM keeps is what came with this migration. Blocks.
+///
+/// # Errors
+/// As [`take`].
+pub fn take_with_tpm(spec: &VmSpec, generation: u64, tpm: MigrationId) -> Result<(), Problem> {
+    take_with(spec, generation, Some(tpm))
+}
+
+fn take_with(spec: &VmSpec, generation: u64, tpm: Option<MigrationId>) -> Result<(), Problem> {
     let Some(path) = path(spec)? else { return Ok(()) };
-    let before = read_at(&path)?;
+    let before = generation_in(&path)?;
     if before > generation {
         let what = format!(
             "the disks of VM '{}' belong to a later placement of it ({before}, and this is {generation})",
@@ -83,7 +116,7 @@ pub fn take(spec: &VmSpec, generation: u64) -> Result<(), Problem> {
         );
         return Err(Problem::new(ErrorCode::Conflict, what));
     }
-    json_file::write(&path, &Stored { version: VERSION, generation })
+    json_file::write(&path, &Stored { version: VERSION, generation, tpm })
 }
 
 #[cfg(test)]
@@ -116,6 +149,17 @@ mod tests {
         }
         assert_eq!(take(&spec, 4).unwrap_err().code, ErrorCode::Conflict);
         assert_eq!(read(&spec).unwrap(), 5);
+        // As earlier versions write it, and read it.
+        let text = || std::fs::read_to_string(path(&spec).unwrap().unwrap()).unwrap();
+        assert_eq!(
+            (text().as_str(), tpm(&spec).unwrap()),
+            (r#"{"version":1,"generation":5}"#, None)
+        );
+        let migration = MigrationId::new();
+        take_with_tpm(&spec, 5, migration).unwrap();
+        assert_eq!((read(&spec).unwrap(), tpm(&spec).unwrap()), (5, Some(migration)));
+        take(&spec, 5).unwrap();
+        assert_eq!(tpm(&spec).unwrap(), None);
         std::fs::write(path(&spec).unwrap().unwrap(), "{").unwrap();
         assert_eq!(read(&spec).unwrap_err().code, ErrorCode::Damaged);
         assert_eq!(take(&spec, 6).unwrap_err().code, ErrorCode::Damaged);

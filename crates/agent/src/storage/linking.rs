@@ -32,7 +32,7 @@ use crate::keys;
 use crate::rules;
 use crate::storage::builder::internal;
 use crate::storage::cloning::Lent;
-use crate::storage::facts::to_api;
+use crate::storage::facts::{role_of, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
@@ -106,7 +106,8 @@ impl Link<'_> {
             (Some((dek, holes)), Some(kek), Some(reference)) => {
                 let context = keys::context(spec.vm, reference);
                 // That its key is shared is told by what it stands on.
-                let identity = Identity { disk: disk.disk.0, holes, shared: false };
+                let identity =
+                    Identity { disk: disk.disk.0, holes, shared: false, role: role_of(spec, disk) };
                 let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
                 to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }

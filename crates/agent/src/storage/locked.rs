@@ -158,6 +158,15 @@ pub fn lock_for_successors(file: &File) -> io::Result<()> {
     lock(file, Access::Read).map(drop)
 }
 
+/// Has the lock of an open file, which nobody else could have until now, be one that others may have beside it. Whoever wants it alone still
+/// waits for all of them.
+///
+/// # Errors
+/// Those of the file system; `WouldBlock` where another process has it alone.
+pub fn share_lock(file: &File) -> io::Result<()> {
+    if lock(file, Access::Read)? { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+}
+
 /// Locks an open file as a whole; false when another process has a lock.
 fn lock(file: &File, access: Access) -> io::Result<bool> {
     let kind = match access {

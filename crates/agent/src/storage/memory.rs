@@ -3,7 +3,8 @@
 //! ```text
 //! <datastore>/<vm id>/vm.memory.creating  it is being written, or debris of that
 //! <datastore>/<vm id>/vm.memory           the VM is suspended
-//! <datastore>/<vm id>/vm.memory.snapshot-ID  what a snapshot keeps; a revert has vm.memory be another name (hard link) of it
+//! <datastore>/<vm id>/vm.memory.snapshot-ID  what a snapshot keeps; a revert has vm.memory be another name (hard link) of it, and so is
+//!                                         this one of vm.memory where the snapshot is of a VM that is suspended
 //! <datastore>/<vm id>/vm.memory.used      its guest has gone on, or was about to: it is of no use any more
 //! ```
 //! The content is the machine ([`SavedMachine`]), then QEMU's stream. The name decides: a VM with a `vm.memory` is suspended, whatever
@@ -128,14 +129,33 @@ impl MemoryFiles {
     /// # Errors
     /// Those of the file system.
     pub fn suspend_with(&self, kept: &Self) -> Result<(), Problem> {
+        self.name_too(kept)
+    }
+
+    /// Has a snapshot keep the memory that the VM is suspended with. The VM keeps it as well: the file gets another name, so both have one
+    /// pair of key slots, and whatever key opens one opens the other.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn keep_suspended(&self, suspended: &Self) -> Result<(), Problem> {
+        self.name_too(suspended)
+    }
+
+    /// Has the file of `other` have this name, too.
+    fn name_too(&self, other: &Self) -> Result<(), Problem> {
         let creating = self.creating();
         remove_if_there(&creating)?;
-        std::fs::hard_link(&kept.saved, &creating)
-            .map_err(|error| failed(&kept.saved, "given another name", &error))?;
+        if self.is_suspended_with(other)? {
+            // An attempt before has given it the name: a rename of one name to another of the same file would do nothing, and leave both.
+            return atomic_file::flush_directory_of(&self.saved)
+                .map_err(|error| failed(&self.saved, "given its name", &error));
+        }
+        std::fs::hard_link(&other.saved, &creating)
+            .map_err(|error| failed(&other.saved, "given another name", &error))?;
         self.keep()
     }
 
-    /// Whether the VM is suspended with the memory that a snapshot keeps.
+    /// Whether the VM is suspended with the memory that a snapshot keeps: both names are of one file.
     ///
     /// # Errors
     /// Those of the file system.
@@ -403,4 +423,78 @@ pub fn flush_disks(spec: &VmSpec) -> Result<(), Problem> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+    use crate::storage::datastore;
+
+    /// A VM that is suspended with this.
+    fn suspended(directory: &Path, memory: &str) -> (VmSpec, MemoryFiles) {
+        let mut spec = crate::process::run_dir::tests::spec();
+        let location = DatastoreLocation::Dir { path: directory.to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        std::fs::create_dir(directory.join(spec.vm.to_string())).unwrap();
+        spec.devices = vec![Device::Disk(DiskSpec {
+            disk: DiskId::new(),
+            name: "disk0".to_owned(),
+            datastore: place,
+            size: 1 << 20,
+            encrypted: false,
+            allocation: Allocation::Thin,
+            role: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        })];
+        let files = MemoryFiles::of(&spec).unwrap();
+        std::fs::write(&files.saved, memory).unwrap();
+        (spec, files)
+    }
+
+    #[test]
+    fn a_snapshot_keeps_the_memory_of_a_suspended_vm_whatever_becomes_of_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let (spec, files) = suspended(directory.path(), "kept");
+        let kept = MemoryFiles::of_snapshot(&spec, SnapshotId::new()).unwrap();
+        assert!(!files.is_suspended_with(&kept).unwrap());
+        // An agent that has died after any step does all of them again.
+        for _ in 0..2 {
+            std::fs::hard_link(&files.saved, kept.creating()).unwrap();
+            kept.keep_suspended(&files).unwrap();
+            assert!(files.is_suspended_with(&kept).unwrap() && files.is_saved().unwrap());
+            assert!(!kept.creating().exists(), "a third name is left");
+        }
+        files.use_up().unwrap();
+        files.sweep().unwrap();
+        assert!(!files.is_saved().unwrap() && kept.is_saved().unwrap());
+        std::fs::write(&files.saved, "another").unwrap();
+        assert!(!files.is_suspended_with(&kept).unwrap());
+        // As a revert does.
+        files.discard().unwrap();
+        assert!(!files.is_saved().unwrap() && kept.is_saved().unwrap());
+        for _ in 0..2 {
+            files.suspend_with(&kept).unwrap();
+            assert!(!files.creating().exists(), "a third name is left");
+        }
+        assert_eq!(std::fs::read_to_string(&files.saved).unwrap(), "kept");
+        kept.discard().unwrap();
+        assert!(files.is_saved().unwrap() && !kept.is_saved().unwrap());
+    }
+
+    #[test]
+    fn a_memory_that_is_gone_is_not_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let (spec, files) = suspended(directory.path(), "kept");
+        files.discard().unwrap();
+        let kept = MemoryFiles::of_snapshot(&spec, SnapshotId::new()).unwrap();
+        assert!(kept.keep_suspended(&files).is_err());
+        assert!(!kept.is_saved().unwrap());
+    }
 }

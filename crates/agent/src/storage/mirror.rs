@@ -43,7 +43,7 @@ use crate::filter::{self, CopyPlace};
 use crate::keys;
 use crate::rules;
 use crate::storage::builder::{internal, is_preallocated};
-use crate::storage::facts::{from_api, to_api};
+use crate::storage::facts::{from_api, role_of, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::file_identity::FileIdentity;
 use crate::storage::home::Home;
@@ -347,8 +347,12 @@ impl NewMirror<'_> {
             (true, Some(kek), Some(reference)) => {
                 let dek = SecretBytes::random(DEK_LEN).map_err(internal)?;
                 let context = keys::context(spec.vm, reference);
-                let identity =
-                    Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+                let identity = Identity {
+                    disk: disk.disk.0,
+                    holes: vmseal_luks::Holes::Zero,
+                    shared: false,
+                    role: role_of(spec, disk),
+                };
                 let made = vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity);
                 to_api(&made.map_err(|error| header_problem(&disk.name, &error))?)
             }

@@ -4,11 +4,10 @@ use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
-use crate::storage::home::Home;
 use crate::storage::locked::Access;
 use crate::storage::mirror::{as_it_is, has_its_names};
 use crate::storage::opening::{self, Open};
-use crate::storage::tpm_state;
+use crate::storage::{tpm_place, tpm_state};
 
 /// Opens a disk as the inventory pins it, or as its copy if it has pivoted. Blocks.
 ///
@@ -53,10 +52,10 @@ pub fn examine(
         return Ok(());
     }
     let (disk, facts) = as_it_is(spec, disk, facts, Access::Read)?;
-    opening::open(spec, &disk, &facts, kek, Access::Read)?;
-    if disk.role == DiskRole::Tpm {
-        let home = Home::of(&disk.datastore, spec.vm)?;
-        tpm_state::read(&home.tpm_state(disk.disk))?;
+    if disk.role != DiskRole::Tpm {
+        return opening::open(spec, &disk, &facts, kek, Access::Read).map(drop);
     }
-    Ok(())
+    // TPMs share the lock, and each start wants it alone for a moment.
+    opening::open(spec, &disk, &facts, kek, Access::Write)?;
+    tpm_state::read(&tpm_place::of(spec, &disk)?).map(drop)
 }

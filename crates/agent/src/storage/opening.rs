@@ -381,7 +381,30 @@ pub fn open_for_key(
     facts: &DiskFacts,
     kek: Option<&SecretBytes>,
 ) -> Result<Unlocked, Problem> {
-    let file = open_image(spec, disk, Access::Write)?;
+    open_for_key_with(spec, (disk, facts), kek, Access::Write)
+}
+
+/// The same of one that the TPM of another host has, too, until the guest has moved here: with a lock that both can have, and not to be
+/// written. Blocks.
+///
+/// # Errors
+/// As [`open_for_key`].
+pub fn open_for_key_beside(
+    spec: &VmSpec,
+    disk: &DiskSpec,
+    facts: &DiskFacts,
+    kek: Option<&SecretBytes>,
+) -> Result<Unlocked, Problem> {
+    open_for_key_with(spec, (disk, facts), kek, Access::Read)
+}
+
+fn open_for_key_with(
+    spec: &VmSpec,
+    (disk, facts): (&DiskSpec, &DiskFacts),
+    kek: Option<&SecretBytes>,
+    access: Access,
+) -> Result<Unlocked, Problem> {
+    let file = open_image(spec, disk, access)?;
     let Some(pinned) = from_api(disk, facts) else {
         let what = format!("disk '{}' is not encrypted, and has no key", disk.name);
         return Err(Problem::new(ErrorCode::Damaged, what));
@@ -444,7 +467,7 @@ mod tests {
             let dek = SecretBytes::random(DEK_LEN).unwrap();
             let context = keys::context(spec.vm, spec.key.as_ref().unwrap());
             let holes = vmseal_luks::Holes::Zero;
-            let identity = Identity { disk: disk.disk.0, holes, shared };
+            let identity = Identity { disk: disk.disk.0, holes, shared, role: Default::default() };
             let made = vmseal_luks::create(&mut file, disk.size, &dek, &kek, &context, identity);
             home.finish(disk.disk, &file).unwrap();
             drop(file);

@@ -126,8 +126,12 @@ mod tests {
         let mut file = home.begin(&spec, &disk, vmseal_luks::DATA_OFFSET + disk.size).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
         let context = keys::context(spec.vm, spec.key.as_ref().unwrap());
-        let identity =
-            Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = Identity {
+            disk: disk.disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: Default::default(),
+        };
         let facts =
             vmseal_luks::create(&mut file, disk.size, &dek, kek, &context, identity).unwrap();
         home.finish(disk.disk, &file).unwrap();

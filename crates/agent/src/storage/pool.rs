@@ -17,13 +17,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use vmseal_api::datastore::{DatastoreLocation, RbdPool};
+use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
+use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{Mounted, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{Mounted, OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
-use crate::mounts::{POOL, file_system, served_by};
+use crate::mounts::{POOL, file_system, served_by, served_by_now};
 use crate::storage::{pool_keys, pool_ways};
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
@@ -56,16 +57,18 @@ pub fn set_program(program: PathBuf, run_dir: PathBuf) {
 /// Mounts a pool, unless it is mounted. Blocks.
 ///
 /// # Errors
-/// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says.
+/// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says; `wrong-state` where somebody else has
+/// mounted it over connections that are not encrypted, and they are to be.
 pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     let pool = &latest(path, pool);
     if is_mounted(path) {
-        return Ok(());
+        return check_messenger(path, pool, served_by(path).and_then(|it| it.messenger));
     }
     let mounting = mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     if is_mounted_now(path).map_err(|Silent| hung(path))? {
-        return Ok(());
+        let served = served_by_now(path).map_err(|Silent| hung(path))?;
+        return check_messenger(path, pool, served.and_then(|it| it.messenger));
     }
     let (program, run_dir) = program_for(path, pool)?;
     let key = key_for(path, pool)?;
@@ -82,6 +85,26 @@ pub(super) fn latest(path: &Path, pool: &RbdPool) -> RbdPool {
 pub fn forget_way(path: &Path) {
     let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
     pool_ways::forget(records.as_deref(), path);
+}
+
+/// Refuses a mount whose connections are not encrypted where the datastore says that they are: an administrator may have mounted it by hand.
+/// A `vmseal-rbd` of an earlier version does not say how it is connected; the agent started it as the datastore says. Where the way to the pool
+/// was changed since it was added, the mount may be by a former one until it is made anew, and guests go on meanwhile.
+pub(crate) fn check_messenger(
+    path: &Path,
+    pool: &RbdPool,
+    in_force: Option<Messenger>,
+) -> Result<(), Problem> {
+    if pool.changed.is_some()
+        || (pool.messenger, in_force) != (Messenger::Secure, Some(Messenger::Crc))
+    {
+        return Ok(());
+    }
+    let (path, pool) = (path.display(), &pool.pool);
+    let what = format!(
+        "the pool '{pool}' is mounted at {path} over connections that are not encrypted (messenger 'crc'), and the datastore has 'secure': somebody has mounted it by hand. Have it mounted anew (vmseal datastore remount), or unmount it (umount {path})"
+    );
+    Err(Problem::new(ErrorCode::WrongState, what))
 }
 
 /// The lock of a mount point. Its holder may mount a pool there, or end the process that serves it. Starts of VMs wait for the lock, so each
@@ -295,6 +318,22 @@ pub fn facts(of: &DatastoreLocation) -> Vec<PoolFacts> {
     })
 }
 
+/// Whether the OSDs of a datastore's cluster are encrypted; none of a directory. Blocks.
+#[must_use]
+pub fn osds(of: &DatastoreLocation) -> Option<OsdEncryption> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return None };
+    let mut told = vec![0; OSDS_MAX];
+    let why = match rustix::fs::getxattr(path, OSDS_ATTRIBUTE, &mut told[..]) {
+        Ok(length) => match serde_json::from_slice(&told[..length]) {
+            Ok(told) => return Some(told),
+            Err(_) => OsdsUnknown::NoAnswer,
+        },
+        Err(rustix::io::Errno::OPNOTSUPP) => OsdsUnknown::EarlierVersion,
+        Err(_) => OsdsUnknown::NoAnswer,
+    };
+    Some(OsdEncryption::Unknown { why })
+}
+
 /// What the mount of a datastore says of itself; none of a directory, or where that is not said. Blocks.
 #[must_use]
 pub fn mounted(of: &DatastoreLocation) -> Option<Mounted> {
@@ -375,7 +414,6 @@ pub(super) fn last_lines(log: &Path, from: u64) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use vmseal_api::datastore::Messenger;
     use vmseal_api::failure_domain::FailureDomain;
     use vmseal_api::new_pools::NewPools;
     use vmseal_api::redundancy::Layout;
@@ -413,6 +451,26 @@ pub(crate) mod tests {
             arguments.join(" "),
             "--monitors v2:10.0.0.1:3300 --user client.vmseal --pool vms --messenger secure --run-dir /run/v/rbd --keyring /etc/ceph/keyring --data-pool ec /srv/ceph"
         );
+    }
+
+    #[test]
+    fn a_mount_in_the_clear_is_refused_where_connections_are_to_be_encrypted() {
+        let place = Path::new("/srv/ceph");
+        let check = |asked, in_force| {
+            check_messenger(place, &RbdPool { messenger: asked, ..pool() }, in_force)
+        };
+        let refused = check(Messenger::Secure, Some(Messenger::Crc)).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.contains("umount /srv/ceph"), "{refused}");
+        for in_force in [None, Some(Messenger::Secure)] {
+            check(Messenger::Secure, in_force).unwrap();
+        }
+        for in_force in [None, Some(Messenger::Secure), Some(Messenger::Crc)] {
+            check(Messenger::Crc, in_force).unwrap();
+        }
+        // It may be mounted by the former way yet.
+        let changed = RbdPool { changed: Some(jiff::Timestamp::UNIX_EPOCH), ..pool() };
+        check_messenger(place, &changed, Some(Messenger::Crc)).unwrap();
     }
 
     #[test]

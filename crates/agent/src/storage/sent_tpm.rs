@@ -28,7 +28,7 @@ use crate::storage::locked::Access;
 use crate::storage::memory_transit::{self, MemoryTransit};
 use crate::storage::tpm_disk::key_of;
 use crate::storage::tpm_handover::Side;
-use crate::storage::{mirror, opening, tpm_state};
+use crate::storage::{mirror, opening, tpm_place, tpm_state};
 
 /// What a TPM keeps is not counted: it is sent as it is.
 const GENERATION: u64 = 0;
@@ -81,6 +81,7 @@ fn open(
 ) -> Result<Side, Problem> {
     let (disk, facts) = mirror::as_it_is(spec, disk, facts, Access::Write)?;
     let unlocked = opening::open_for_key(spec, &disk, &facts, kek)?;
+    tpm_place::settle(spec, &disk)?;
     let path = Home::of(&disk.datastore, spec.vm)?.tpm_state(disk.disk);
     let directory = tpm_state::open(&path, slot.tpm())?;
     let key = key_of(&unlocked.dek, disk.disk)?;

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use vmseal_api::datastore::ImageContent;
+use vmseal_api::datastore::{HeaderRole, ImageContent};
 use vmseal_api::filter::DISKS_MAX;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
@@ -88,11 +88,15 @@ fn from_headers(home: &Path, vm: VmId) -> FoundDescriptor {
         let Ok(Some((metadata, content))) = look(&entry.path()) else {
             return unusable("one of its images cannot be read");
         };
+        let mut role = HeaderRole::Data;
         let (size, facts) = match content {
             ImageContent::Raw => (Some(metadata.len()), Some(DiskFacts::Raw)),
             ImageContent::Vmseal { claims } => {
                 let own = claims.into_iter().filter(|claim| (claim.vm, claim.disk) == (vm, disk));
-                let own: Vec<_> = own.map(|claim| (claim.provider, claim.key_id)).collect();
+                let own: Vec<_> = own.collect();
+                role = own.first().map_or(role, |claim| claim.role);
+                let own: Vec<_> =
+                    own.into_iter().map(|claim| (claim.provider, claim.key_id)).collect();
                 keys = Some(match keys {
                     None => own,
                     Some(before) => before.into_iter().filter(|key| own.contains(key)).collect(),
@@ -106,7 +110,7 @@ fn from_headers(home: &Path, vm: VmId) -> FoundDescriptor {
         let (Some(size), Some(facts)) = (size, facts) else {
             return unusable("one of its images is none that vmseal makes");
         };
-        images.push(HeaderDisk { disk, size, facts });
+        images.push(HeaderDisk { disk, size, facts, role });
     }
     images.sort_by_key(|image| image.disk);
     match keys.map(|keys| keys.into_iter().next()) {
@@ -132,13 +136,15 @@ fn made(descriptor: &VmDescriptor) -> Vec<DiskState> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::hardware::Firmware;
     use vmseal_api::host::descriptor::LENGTH_MAX;
-    use vmseal_api::host::{DatastoreSpec, Device};
+    use vmseal_api::host::{DatastoreSpec, Device, DiskRole};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
     use crate::storage::datastore;
+    use crate::storage::disk::begin_empty;
     use crate::storage::home::Home;
 
     #[test]
@@ -185,6 +191,39 @@ mod tests {
                     assert!(*vm != spec.vm && detail.starts_with(said), "{detail}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn headers_say_what_the_disks_of_a_vm_without_a_descriptor_are_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
+        datastore::probe(&place).unwrap();
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        spec.hardware.firmware = Firmware::UefiSecureBoot;
+        let home = Home::of(&place, spec.vm).unwrap();
+        for (role, said) in [
+            (DiskRole::Data, HeaderRole::Data),
+            (DiskRole::CloudInit, HeaderRole::CloudInit),
+            (DiskRole::UefiVariables, HeaderRole::SecureBootVariables),
+            (DiskRole::Tpm, HeaderRole::Tpm),
+        ] {
+            let mut disk = crate::rules::tests::disk("disk");
+            (disk.datastore, disk.encrypted, disk.role) = (place.clone(), true, role);
+            spec.devices = vec![Device::Disk(disk.clone())];
+            let (file, facts, _) = begin_empty(&spec, &disk, Some(&kek), &home).unwrap();
+            home.finish(disk.disk, &file).unwrap();
+            std::fs::remove_file(home.path().join(DESCRIPTOR)).unwrap();
+            let found = survey(&location).unwrap().vms.remove(0).descriptor;
+            let FoundDescriptor::Missing { images, key } = found else { panic!("{found:?}") };
+            assert_eq!(key.unwrap().1, "k");
+            let size = disk.size;
+            assert_eq!(images, [HeaderDisk { disk: disk.disk, size, facts, role: said }]);
+            drop(file);
+            home.delete(disk.disk).unwrap();
         }
     }
 

@@ -1,6 +1,7 @@
 //! The disk of a VM's TPM: empty itself, with the key of what the TPM keeps ([`crate::storage::tpm_state`]).
 
 use std::fs::File;
+use std::path::Path;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::DiskSpec;
@@ -68,20 +69,19 @@ pub struct OpenTpm {
     pub key: SecretBytes,
 }
 
-/// Makes room for what a VM's TPM keeps, which is about to be loaded into it, for this user; none is the agent's. `dek` is the key of
-/// its disk, which has no name yet. Blocks.
+/// Makes room, in this directory, for what a VM's TPM keeps, which is about to be loaded into it, for this user; none is the agent's. `dek` is
+/// the key of its disk. Blocks.
 ///
 /// # Errors
 /// Those of the file system.
 pub fn empty(
-    vm: VmId,
-    disk: &DiskSpec,
+    path: &Path,
+    disk: DiskId,
     dek: &SecretBytes,
     user: Option<u32>,
 ) -> Result<OpenTpm, Problem> {
-    let key = key_of(dek, disk.disk)?;
-    let path = Home::of(&disk.datastore, vm)?.tpm_state(disk.disk);
-    Ok(OpenTpm { directory: tpm_state::make(&path, user)?, key })
+    let key = key_of(dek, disk)?;
+    Ok(OpenTpm { directory: tpm_state::make(path, user)?, key })
 }
 
 /// Opens what a VM's TPM keeps, for this user; none is the agent's. `dek` is the key of its disk. Blocks.

@@ -15,13 +15,14 @@ use vmseal_api::id::VmId;
 
 use super::left_running::{LeftRunning, Why, unknown_spec};
 use super::reconnect::{Reconnected, clear_away, reconnect};
-use super::{Initial, Shared, Vm};
+use super::{Initial, Shared, Vm, tpm};
 use crate::hypervisor::qemu;
 use crate::process::Process;
 use crate::process::died::DiedVm;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::{Phase, Record, Unreadable};
 use crate::storage::lease;
+use crate::storage::tpm_place;
 
 /// The period in which connecting to a VM with live processes is retried; later attempts are made in the
 /// background.
@@ -91,6 +92,9 @@ async fn adopt_one(
         tracing::info!(%vm, "a VM that was on its way to this host is not here");
         return None;
     }
+    if record.phase == Phase::Receiving {
+        settle_tpm(&record.spec).await;
+    }
     let initial = match look(shared, &directory, &record).await {
         Reconnected::Alive(running) => {
             tracing::info!(%vm, qemu = running.qemu.pid(), "adopted a running VM");
@@ -109,6 +113,18 @@ async fn adopt_one(
         }
     };
     Some((vm, Vm::own(shared.clone(), record.spec, initial)))
+}
+
+/// Does what an agent that ended before could not do any more of what the TPM of a VM keeps that has arrived.
+async fn settle_tpm(spec: &VmSpec) {
+    let Some(disk) = tpm::disk_of(spec).cloned() else { return };
+    let (vm, spec) = (spec.vm, spec.clone());
+    let settle = move || tpm_place::settle_arrived(&spec, &disk);
+    let settled = tokio::task::spawn_blocking(settle).await;
+    if let Err(problem) = settled.unwrap_or_else(|error| Err(super::internal(error))) {
+        // It is found where it is. The VM's next start or migration does this.
+        tracing::error!(%vm, %problem, "what the VM's TPM keeps does not have its name yet");
+    }
 }
 
 /// Whether the guest of a VM on record as received runs here, or is about to: its placement here has the lease of its disks.

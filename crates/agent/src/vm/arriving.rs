@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use serde_json::json;
-use vmseal_api::id::DiskId;
+use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
@@ -33,6 +33,8 @@ pub struct NewTpm {
 pub struct Arriving {
     /// The type of the machine.
     pub machine: String,
+    /// The migration that it comes with.
+    pub migration: MigrationId,
     /// Taken when it is loaded.
     link: Mutex<Option<Link>>,
     /// The disks that are copied.
@@ -46,13 +48,13 @@ pub struct Arriving {
 impl Arriving {
     /// That of a guest with such a machine, and the disks that are copied; their end may take so long.
     pub fn new(
-        machine: String,
+        (machine, migration): (String, MigrationId),
         link: Link,
         disks: Option<ArrivingDisks>,
         end_within: Duration,
     ) -> Self {
         let (link, disks) = (Mutex::new(Some(link)), Mutex::new(disks));
-        Self { machine, link, disks, end_within, placed: OnceLock::new() }
+        Self { machine, migration, link, disks, end_within, placed: OnceLock::new() }
     }
 
     /// What of it this agent has placed; none where QEMU has loaded it, or not yet.
@@ -101,21 +103,22 @@ impl Arriving {
         Ok(())
     }
 
-    /// The disk of the VM's TPM, which is copied.
+    /// The disk of the VM's TPM, where it is copied; none where both hosts have it.
     ///
     /// # Errors
-    /// `internal`: it is not.
-    pub fn tpm(&self, disk: DiskId) -> Result<NewTpm, Problem> {
+    /// `internal`.
+    pub fn tpm(&self, disk: DiskId) -> Result<Option<NewTpm>, Problem> {
         let disks = self.disks.lock().unwrap_or_else(PoisonError::into_inner);
-        let arriving = disks.iter().flat_map(ArrivingDisks::disks);
-        let mut arriving = arriving.filter(|arriving| arriving.disk.disk == disk);
-        match arriving.next().map(|arriving| (&arriving.file, &arriving.dek)) {
-            Some((file, Some(dek))) => Ok(NewTpm {
-                file: file.try_clone().map_err(internal)?,
-                dek: dek.try_clone().map_err(internal)?,
-            }),
-            _ => Err(internal("the disk of its TPM is not made")),
-        }
+        let mut arriving = disks.iter().flat_map(ArrivingDisks::disks);
+        let Some(arriving) = arriving.find(|arriving| arriving.disk.disk == disk) else {
+            return Ok(None);
+        };
+        let dek = arriving.dek.as_ref();
+        let dek = dek.ok_or_else(|| internal("the disk of its TPM is made without its key"))?;
+        Ok(Some(NewTpm {
+            file: arriving.file.try_clone().map_err(internal)?,
+            dek: dek.try_clone().map_err(internal)?,
+        }))
     }
 
     /// Waits until the copied disks are whole; returns them. The memory is loaded.

@@ -3,12 +3,13 @@
 //! ```text
 //!  VM off      opened, locked ─► filter of its own ─► held ─► flushed, ended, directory removed
 //!  VM runs     held: connections go to the NBD that its filter has beside the guest
+//!  a snapshot  opened without a lock, as nobody writes there ─► filter of its own ─► as that of a VM that is off
 //!
 //!  held:       until the client releases it, disconnects or goes silent, the filter ends, or it is cancelled
 //! ```
 //! It is one of the VM's [`super::jobs`], so the VM does not start meanwhile, and nothing else is done with
-//! the disk. When the agent dies, the filter remains; the next agent sweeps it together with those of
-//! imports.
+//! the disk: what a snapshot keeps is not removed or merged. All are cancelled when a guest that runs ends. When the agent
+//! dies, the filter remains; the next agent sweeps it together with those of imports.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep_until, timeout};
 use vmseal_api::expose::{HOLD_TIMEOUT, LET_GO};
-use vmseal_api::host::{ConsoleStream, DiskFacts, DiskSpec, Notice, VmSpec};
+use vmseal_api::host::{ConsoleStream, DiskFacts, DiskSpec, Exposing, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -33,6 +34,7 @@ use crate::process::Process;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::locked::Access;
+use crate::storage::opening::{self, Open};
 use crate::storage::{mirror, open};
 
 /// Requests for connections that may wait.
@@ -41,6 +43,9 @@ const WAITING_MAX: usize = 16;
 /// The longest error text that a client is sent, in bytes.
 const WORDS_MAX: usize = 4096;
 
+/// What a client is told when the guest has ended.
+const VM_STOPPED: &str = "its VM was stopped, which ends this. Expose it again";
+
 /// How often the disk's own filter is checked for errors.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -48,28 +53,36 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 const SOCKET: &str = "nbd";
 
 /// Requests for connections, sent to the task that serves an exposed disk.
-pub type ConnectionSender = mpsc::Sender<Reply<ConsoleStream>>;
+type ConnectionSender = mpsc::Sender<Reply<ConsoleStream>>;
+
+/// A disk that is exposed, as the VM's owner knows it.
+pub struct ExposedDisk {
+    /// Where requests for connections go.
+    pub connections: ConnectionSender,
+    /// Whether the filter of the running VM serves it: it ends with that filter.
+    pub beside: bool,
+}
 
 /// What serves the disk.
 pub enum Source {
     /// Its own filter, not started yet.
-    Own(Box<OfflineDisk>),
+    Own(Box<DiskToServe>),
     /// The filter of the running VM, at this socket.
     Beside(PathBuf),
 }
 
-/// A disk to serve while its VM is off.
-pub struct OfflineDisk {
+/// A disk to serve with a filter of its own: while its VM is off, or what a snapshot keeps of it.
+pub struct DiskToServe {
     /// The VM.
     pub spec: VmSpec,
     /// The disk, one of the VM's.
     pub disk: DiskSpec,
     /// The facts that are pinned of it.
     pub facts: DiskFacts,
-    /// The VM's KEK, where the disk is encrypted.
+    /// The VM's KEK, where the disk is to be decrypted.
     pub kek: Option<SecretBytes>,
-    /// Whether it may be changed.
-    pub writable: bool,
+    /// What of it.
+    pub what: Exposing,
     /// Where its dirty bitmaps may be kept, which changes would not be in.
     pub bitmaps: BitmapFiles,
 }
@@ -84,14 +97,12 @@ pub struct Exposure {
 }
 
 impl Exposure {
-    /// An exposure for this client, and the sender for connections to it.
-    pub fn new(
-        disk: DiskId,
-        source: Source,
-        holder: Reply<ConsoleStream>,
-    ) -> (Self, ConnectionSender) {
+    /// An exposure for this client, as it is served and as it is known.
+    pub fn new(disk: DiskId, source: Source, holder: Reply<ConsoleStream>) -> (Self, ExposedDisk) {
         let (sender, connections) = mpsc::channel(WAITING_MAX);
-        (Self { disk, source, holder, connections }, sender)
+        let beside = matches!(source, Source::Beside(_));
+        let known = ExposedDisk { connections: sender, beside };
+        (Self { disk, source, holder, connections }, known)
     }
 
     pub fn disk(&self) -> DiskId {
@@ -126,18 +137,21 @@ async fn serve(
     (builder, show): (DiskBuilder, Progress),
     cancelled: &mut oneshot::Receiver<()>,
 ) -> Option<DuplexStream> {
-    let offline = match source {
-        Source::Own(offline) => offline,
+    let own = match source {
+        Source::Own(own) => own,
         Source::Beside(socket) => {
             let mut held = Held { socket, holder: admit(holder), connections };
-            held.until_the_end(cancelled, std::future::pending::<()>()).await;
+            let ended = held.until_the_end(cancelled, std::future::pending::<()>()).await;
+            if matches!(ended, End::Cancelled) {
+                held.tell(VM_STOPPED).await;
+            }
             return Some(held.holder);
         }
     };
     let directory = &builder.directory;
-    let spec = offline.spec.clone();
+    let spec = own.spec.clone();
     let started = tokio::select! {
-        started = start(*offline, &builder) => started,
+        started = start(*own, &builder) => started,
         _ = &mut *cancelled => Err(Problem::new(ErrorCode::Cancelled, "the exposure was cancelled")),
     };
     match started {
@@ -147,12 +161,13 @@ async fn serve(
             let mut check =
                 ErrorCheck { spec, control: Control::of(directory), show, told: Vec::new() };
             let ended = held.until_the_end(cancelled, check.until(process.ended())).await;
+            let stopped = matches!(ended, End::Cancelled).then(|| VM_STOPPED.to_owned());
             let wrong = match ended {
-                Some(exit) => Some(filter::ended(exit, directory).to_string()),
-                None => {
+                End::Served(exit) => Some(filter::ended(exit, directory).to_string()),
+                End::Released | End::Cancelled => {
                     let errors = check.look().await;
                     let end = end(disk, &check.control, &process).await;
-                    end.err().map(|error| error.to_string()).or(errors)
+                    end.err().map(|error| error.to_string()).or(errors).or(stopped)
                 }
             };
             if let Some(wrong) = wrong {
@@ -183,32 +198,53 @@ fn admit(holder: Reply<ConsoleStream>) -> DuplexStream {
     ours
 }
 
+/// Opens what is to be served; also returns its length in bytes. Blocks.
+fn opened(
+    (spec, disk, facts): (&VmSpec, &DiskSpec, &DiskFacts),
+    kek: Option<&SecretBytes>,
+    what: Exposing,
+) -> Result<(Open, u64), Problem> {
+    let open = match what {
+        Exposing::HoldSealed => return open::open_sealed(spec, disk, facts),
+        Exposing::HoldKept { snapshot, sealed: true } => {
+            return opening::open_sealed_kept(spec, disk, facts, snapshot);
+        }
+        Exposing::HoldKept { snapshot, sealed: false } => {
+            opening::open_kept(spec, disk, facts, kek, snapshot)
+        }
+        Exposing::Hold { writable: true } => open::open(spec, disk, facts, kek, Access::Write),
+        Exposing::Hold { writable: false } | Exposing::Connect => {
+            open::open(spec, disk, facts, kek, Access::Read)
+        }
+    };
+    Ok((open?, disk.size))
+}
+
 async fn start(
-    offline: OfflineDisk,
+    own: DiskToServe,
     builder: &DiskBuilder,
 ) -> Result<(Process, crate::process::users::Slot), Problem> {
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
     // A filter of an earlier attempt is ended, which releases the disk.
     directory.renew().await.map_err(internal)?;
-    let OfflineDisk { spec, disk, facts, kek, writable, bitmaps } = offline;
-    let vm = spec.vm;
+    let DiskToServe { spec, disk, facts, kek, what, bitmaps } = own;
+    let (vm, writable) = (spec.vm, what == Exposing::Hold { writable: true });
     let (of, opening) = (spec.clone(), disk.clone());
-    let access = if writable { Access::Write } else { Access::Read };
     let open = move || {
         if writable {
             bitmaps.distrust(opening.disk)?;
         }
-        open::open(&of, &opening, &facts, kek.as_ref(), access)
+        opened((&of, &opening, &facts), kek.as_ref(), what)
     };
-    let open = spawn_blocking(open).await.map_err(internal)??;
+    let (open, size) = spawn_blocking(open).await.map_err(internal)??;
     let replica = match writable {
         true => mirror::replica_for_writer(&spec, &disk, &open.file, open.offset).await?,
         false => None,
     };
     let socket = directory.listen(SOCKET).map_err(internal)?;
     let work = filter::Work::Expose { socket, writable };
-    let served = filter::Disk { replica, ..open.into_disk(&disk, work) };
+    let served = filter::Disk { replica, size, ..open.into_disk(&disk, work) };
     let (process, keys) =
         filter::start(&builder.filter, vm, directory, vec![served], slot.filter())
             .await
@@ -265,6 +301,16 @@ async fn end(disk: DiskId, control: &Control, process: &Process) -> Result<(), F
     ended
 }
 
+/// Why an exposure ended.
+enum End<T> {
+    /// Its client let it go or is gone, or its owner is.
+    Released,
+    /// The guest has ended.
+    Cancelled,
+    /// What served it has.
+    Served(T),
+}
+
 /// An exposure in progress.
 struct Held<'a> {
     socket: PathBuf,
@@ -273,12 +319,12 @@ struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// The reason why it ended, or the value of `ended`.
+    /// Waits for the end; `ended` is that of what serves it.
     async fn until_the_end<T>(
         &mut self,
         cancelled: &mut oneshot::Receiver<()>,
         ended: impl Future<Output = T>,
-    ) -> Option<T> {
+    ) -> End<T> {
         tokio::pin!(ended);
         let mut silent_until = Instant::now() + HOLD_TIMEOUT;
         let mut said = [0; 64];
@@ -288,18 +334,20 @@ impl Held<'_> {
                     Ok(count @ 1..) if !said[..count].contains(&LET_GO) => {
                         silent_until = Instant::now() + HOLD_TIMEOUT;
                     }
-                    _ => return None,
+                    _ => return End::Released,
                 },
                 () = sleep_until(silent_until) => {
                     tracing::info!("the client of an exposed disk has gone silent; the exposure ends");
-                    return None;
+                    return End::Released;
                 }
                 connection = self.connections.recv() => match connection {
                     Some(connection) => self.connect(connection).await,
-                    None => return None,
+                    None => return End::Released,
                 },
-                _ = &mut *cancelled => return None,
-                ended = &mut ended => return Some(ended),
+                cancelled = &mut *cancelled => {
+                    return if cancelled.is_ok() { End::Cancelled } else { End::Released };
+                }
+                ended = &mut ended => return End::Served(ended),
             }
         }
     }
@@ -325,8 +373,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs an exposure of a socket that nobody listens on.
-    fn held() -> (tokio::task::JoinHandle<()>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
+    /// Runs an exposure of a socket that nobody listens on; says whether it was cancelled.
+    fn held() -> (tokio::task::JoinHandle<bool>, DuplexStream, oneshot::Sender<()>, ConnectionSender)
     {
         let (ours, theirs) = duplex(64);
         let (cancel, mut cancelled) = oneshot::channel();
@@ -334,7 +382,8 @@ mod tests {
         let task = tokio::spawn(async move {
             let (socket, connections) = ("/nowhere".into(), &mut connections);
             let mut held = Held { socket, holder: ours, connections };
-            held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
+            let ended = held.until_the_end(&mut cancelled, std::future::pending::<()>()).await;
+            matches!(ended, End::Cancelled)
         });
         (task, theirs, cancel, sender)
     }
@@ -343,13 +392,16 @@ mod tests {
     async fn it_ends_with_its_client_or_when_the_client_is_silent_or_when_cancelled() {
         let (task, holder, _cancel, _sender) = held();
         drop(holder);
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         let (task, mut holder, _cancel, _sender) = held();
         holder.write_all(&[LET_GO]).await.unwrap();
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         let (task, _holder, cancel, _sender) = held();
         cancel.send(()).unwrap();
-        task.await.unwrap();
+        assert!(task.await.unwrap(), "its client is not told why");
+        let (task, _holder, cancel, _sender) = held();
+        drop(cancel);
+        assert!(!task.await.unwrap(), "its VM was not stopped");
         let (task, mut holder, _cancel, sender) = held();
         for _ in 0..10 {
             tokio::time::sleep(HOLD_INTERVAL).await;
@@ -360,7 +412,7 @@ mod tests {
         sender.send(connection).await.unwrap();
         assert!(answer.await.unwrap().is_err(), "a refused connection ended the exposure");
         let silent = Instant::now();
-        task.await.unwrap();
+        assert!(!task.await.unwrap());
         assert!(silent.elapsed() <= HOLD_TIMEOUT);
     }
 }

@@ -237,7 +237,8 @@ impl LeftRunning {
     /// Takes the specification from the server, which an unreadable record does not give.
     fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         // What is not on record is told again, and changes nothing that runs.
-        let known = VmSpec { images: spec.images, ..self.spec.clone() };
+        let about = spec.about.clone();
+        let known = VmSpec { images: spec.images, about, ..self.spec.clone() };
         if matches!(self.why, Why::Processes(..)) && known != spec {
             self.situation().may(Action::Register, None)?;
         }
@@ -374,6 +375,7 @@ pub fn unknown_spec(vm: VmId) -> VmSpec {
         devices: Vec::new(),
         snapshots: Vec::new(),
         images: None,
+        about: None,
     }
 }
 

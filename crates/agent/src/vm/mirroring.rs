@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus, PIVOT_BYTES_MAX};
+use vmseal_api::former_image::FormerImage;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::pace::CopyPace;
@@ -25,6 +26,7 @@ use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
 use crate::storage::in_place;
+use crate::storage::mirror::source::Removed;
 use crate::storage::mirror::{self, source};
 use crate::storage::opening::Open;
 
@@ -395,7 +397,7 @@ pub async fn follow(
     }
 }
 
-/// Removes the former image of a disk.
+/// Removes the former image of a disk. Returns what has become of it; none where there is none.
 ///
 /// # Errors
 /// Those of [`source::remove`]. A filter that still has the file open is about to be replaced: that is waited for.
@@ -404,10 +406,11 @@ pub async fn remove_source(
     disk: DiskSpec,
     show: Arc<Progress>,
     cancelled: oneshot::Receiver<()>,
-) -> Result<(), Problem> {
+) -> Result<Option<FormerImage>, Problem> {
     let cancelled = Arc::new(Mutex::new(cancelled));
     let give_up = Instant::now() + FILTER_RESTART_TIMEOUT;
     let pace = Pace::up_to(PROGRESS_INTERVAL);
+    let mut removed = Removed::default();
     loop {
         let (spec, disk, show) = (spec.clone(), disk.clone(), show.clone());
         let stop = Arc::clone(&cancelled);
@@ -419,16 +422,19 @@ pub async fn remove_source(
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             // One that was converted in its file gets its name.
-            in_place::settle(&spec, &disk)?;
-            source::remove(&spec, &disk, progress, is_cancelled)
+            let former = in_place::settle(&spec, &disk)
+                .and_then(|()| source::remove(&spec, &disk, &mut removed, progress, is_cancelled));
+            (removed, former)
         };
-        match spawn_blocking(work).await.map_err(internal)? {
+        let (so_far, former) = spawn_blocking(work).await.map_err(internal)?;
+        match former {
             Err(problem)
                 if problem.code == ErrorCode::InUse && Instant::now() < give_up && !ended() =>
             {
+                removed = so_far;
                 pace.pause().await;
             }
-            removed => return removed,
+            former => return former,
         }
     }
 }

@@ -51,6 +51,7 @@ mod sending;
 mod sending_at_rest;
 mod serve;
 mod service;
+mod stalled;
 mod standstill;
 mod start;
 pub(crate) mod state_store;
@@ -103,6 +104,7 @@ use receiving::Receiving;
 pub(crate) use receiving::expect;
 use running::Running;
 pub use service::FILTER_RESTART_TIMEOUT;
+pub use stalled::DISK_STALL;
 pub use suspend::is_suspended;
 
 /// Calls that may wait for a VM's owner.
@@ -136,6 +138,8 @@ pub struct Shared {
     pub accelerator: Accelerator,
     /// How long starting another filter is retried before the VM is stopped.
     pub filter_restart_timeout: Duration,
+    /// How long a request of a guest may wait for storage before that is reported.
+    pub disk_stall: Duration,
     /// The key that reports are signed with, once it is known; none for a host that has not joined.
     pub signer: OnceLock<Signer>,
     /// Where other hosts connect to send VMs; none where this one receives none.

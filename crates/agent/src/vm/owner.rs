@@ -52,11 +52,12 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_secret::SecretBytes;
 
 use self::key_change::{KeyChange, changed};
-use super::exposed::ConnectionSender;
+use super::exposed::ExposedDisk;
 use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
 use super::service::{Attempt, Service, ServiceEvent};
+use super::stalled::Stalled;
 use super::workers::Workers;
 use super::{Call, Initial, Request, Shared, convergence::Convergence, images, internal};
 use crate::filter;
@@ -90,6 +91,7 @@ enum Event {
     ShutdownTimedOut,
     Disk(DiskId, Report),
     KeysChanged(Result<(), Problem>),
+    Described,
     Care,
 }
 
@@ -114,7 +116,7 @@ pub struct Owner {
     /// What the TPM kept when the last snapshot was taken that a backup is of.
     kept_tpm: backups::KeptTpm,
     /// The tasks of disks that are exposed, or were: these end by themselves.
-    exposed: BTreeMap<DiskId, ConnectionSender>,
+    exposed: BTreeMap<DiskId, ExposedDisk>,
     /// The errors of disks while they were exposed; kept until the disks are used again.
     exposed_errors: BTreeMap<DiskId, Vec<Notice>>,
     changing_keys: Option<KeyChange>,
@@ -124,6 +126,8 @@ pub struct Owner {
     header_notices: Vec<Notice>,
     /// Notices from the filter, while it runs.
     troubles: Vec<Notice>,
+    /// The disks whose storage ends nothing, as of the last check.
+    stalled: Stalled,
     /// Images whose names do not lead to the files that the VM uses or used; kept until the next start.
     exchanged: Vec<Notice>,
     /// The filters that have died under the running guest.
@@ -134,6 +138,9 @@ pub struct Owner {
     nics_before: Vec<NicState>,
     /// The writing of its descriptors.
     describing: Option<JoinHandle<()>>,
+    /// Why its descriptors are left as they are: its disks have another key than it is registered with.
+    other_key: watch::Receiver<Option<String>>,
+    tell_other_key: watch::Sender<Option<String>>,
     /// Whether the memory of its guest is saved, while it is off.
     suspended: bool,
     /// Why the last attempt to suspend it failed.
@@ -175,6 +182,7 @@ impl Owner {
             }
             _ => Vec::new(),
         };
+        let (tell_other_key, other_key) = watch::channel(None);
         Self {
             shared,
             spec,
@@ -195,11 +203,14 @@ impl Owner {
             request: None,
             header_notices: Vec::new(),
             troubles: Vec::new(),
+            stalled: Stalled::default(),
             exchanged: Vec::new(),
             restarts,
             serves_sizes: false,
             nics_before,
             describing: None,
+            other_key,
+            tell_other_key,
             suspended,
             not_suspended: None,
             rate_at_rest: None,
@@ -227,6 +238,7 @@ impl Owner {
                 event = next(&mut self.state) => event,
                 (disk, report) = self.workers.next() => Event::Disk(disk, report),
                 result = changed(&mut self.changing_keys) => Event::KeysChanged(result),
+                Ok(()) = self.other_key.changed() => Event::Described,
                 _ = care.tick() => Event::Care,
             };
             match event {
@@ -316,7 +328,8 @@ impl Owner {
             }
             State::Off | State::Starting { .. } => None,
         };
-        known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics()).collect()
+        let known = known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics());
+        known.chain(self.notice_of_key()).collect()
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
@@ -369,7 +382,7 @@ impl Owner {
             Call::Guest(to) => reply!(to, self.guest_agent()),
             Call::Console(claim, to) => reply!(to, self.console(claim).await),
             // The task that serves the disk answers, as its filter has to start first.
-            Call::Expose(disk, what, to) => self.expose(disk, what, to),
+            Call::Expose(disk, what, to) => self.expose(disk, what, to).await,
             Call::Bitmaps(disk, change, to) => self.bitmaps(disk, change, to),
             Call::Replica(disk, to) => self.replica(disk, to),
             Call::Unregister(_) => {}
@@ -439,11 +452,13 @@ impl Owner {
             }
             Event::Care => {
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
-                    self.troubles = running.look_after(&self.spec).await;
+                    let stalled = (&mut self.stalled, self.shared.disk_stall);
+                    self.troubles = running.look_after(&self.spec, stalled).await;
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.ask_for_addresses();
                 self.restarts.forget(Instant::now().into_std());
+                self.describe_if_left();
                 self.serve_again();
                 self.note_missing_devices().await;
                 self.let_go_of_copies().await;
@@ -454,7 +469,8 @@ impl Owner {
                 self.go_on_with_merges().await;
                 self.dump_waiting_panic().await;
             }
-            Event::Call(_) => {}
+            // Nothing but its notice is new.
+            Event::Described | Event::Call(_) => {}
         }
     }
 
@@ -563,7 +579,7 @@ impl Owner {
         }
         self.troubles.clear();
         self.restarts = Restarts::default();
-        // Their filter is gone.
+        // Their filter is gone, or what a snapshot keeps would keep the guest from starting again.
         for disk in std::mem::take(&mut self.exposed).into_keys() {
             self.workers.cancel(disk).await;
         }

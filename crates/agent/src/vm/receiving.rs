@@ -42,7 +42,7 @@ use super::owner::Owner;
 use super::running::{ProcessEvent, Running};
 use super::serve::{self, Memory, Plan};
 use super::start::boot;
-use super::{Call, Initial, Request, Shared, internal, suspend};
+use super::{Call, Initial, Request, Shared, internal, suspend, tpm};
 use crate::hypervisor::network::announce::announce;
 use crate::jobs::Jobs;
 use crate::migration::figures;
@@ -57,6 +57,7 @@ use crate::storage::arriving::{self, ArrivingDisk};
 use crate::storage::builder;
 use crate::storage::lease;
 use crate::storage::memory_transit::MemoryTransit;
+use crate::storage::tpm_place;
 
 /// How long the source may take to connect: the control plane tells it as soon as this host waits.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -117,6 +118,7 @@ pub struct Receiving {
     task: TaskId,
     job: JobSpec,
     generation: u64,
+    migration: MigrationId,
     jobs: Jobs,
     stage: Stage,
 }
@@ -171,7 +173,7 @@ impl Receiving {
         };
         let work = coming.work(pending, at_rest);
         let stage = Stage::Coming(tokio::spawn(vmseal_api::request_id::inherit(work)));
-        Ok(Self { shared, spec: vm, kek, task, job, generation, jobs, stage })
+        Ok(Self { shared, spec: vm, kek, task, job, generation, migration, jobs, stage })
     }
 
     /// Publishes its state.
@@ -384,8 +386,16 @@ impl Receiving {
         }
     }
 
-    /// Removes the copies of disks. Its processes have ended.
+    /// Removes the copies of disks, and what was made for a TPM. Its processes have ended.
     async fn give_up_copies(&self) -> Result<(), Problem> {
+        if let Some(disk) = shared_tpm(&self.spec, copies_of(&self.job)).cloned() {
+            let (spec, migration) = (self.spec.clone(), self.migration);
+            let give_up = move || tpm_place::give_up(&spec, &disk, migration);
+            // The source's agent removes it, too.
+            if let Err(problem) = spawn_blocking(give_up).await.map_err(internal)? {
+                tracing::warn!(vm = %self.spec.vm, %problem, "what was made for a TPM is left");
+            }
+        }
         match copies_of(&self.job) {
             Some(copies) => arriving_disks::give_up(&self.shared, self.spec.vm, copies).await,
             None => Ok(()),
@@ -412,6 +422,7 @@ impl Receiving {
         };
         let (plan, directory) = (loaded.plan.clone(), loaded.running.directory.clone());
         let (control, generation) = (loaded.running.control.clone(), self.generation);
+        let migration = self.migration;
         let (disks, copies) = (std::mem::take(&mut loaded.disks), copies_of(&self.job).cloned());
         let take = move || {
             // A failure here ends the VM's way to this host: what is named stays on record until it is given up.
@@ -419,7 +430,10 @@ impl Receiving {
             // With their locks.
             drop(disks);
             serve::take_over(&directory, &control, &plan)?;
-            lease::take(&plan.spec, generation)?;
+            match shared_tpm(&plan.spec, copies.as_ref()) {
+                Some(disk) => tpm_place::take(&plan.spec, disk, generation, migration)?,
+                None => lease::take(&plan.spec, generation)?,
+            }
             if let Some(copies) = copies
                 && let Err(problem) = arriving::settle(&plan.spec, &copies)
             {
@@ -473,6 +487,13 @@ fn copies_of(job: &JobSpec) -> Option<&ArrivingCopies> {
     }
 }
 
+/// The disk of the TPM of a VM that comes, where both hosts have it and no copy is made.
+fn shared_tpm<'a>(spec: &'a VmSpec, copies: Option<&ArrivingCopies>) -> Option<&'a DiskSpec> {
+    let is_copied =
+        |disk: DiskId| copies.is_some_and(|copies| copies.disks.iter().any(|it| it.disk == disk));
+    tpm::disk_of(spec).filter(|disk| !is_copied(disk.disk))
+}
+
 /// The work of receiving a VM.
 struct Coming {
     shared: Arc<Shared>,
@@ -516,7 +537,8 @@ impl Coming {
         let prepared = self.prepare(&record, &before, &mut link).await;
         let plan = match prepared {
             Ok((plan, disks)) => {
-                let memory = Memory::Arriving(Arriving::new(machine, link, disks, end_within));
+                let of = (machine, self.migration);
+                let memory = Memory::Arriving(Arriving::new(of, link, disks, end_within));
                 Arc::new(Plan { memory, ..plan })
             }
             Err(problem) => {

@@ -2,6 +2,7 @@
 
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
+use vmseal_api::former_image::FormerImage;
 use vmseal_api::host::backup::BackupManifest;
 use vmseal_api::host::{DiskFacts, MigrationProgress, Notice};
 use vmseal_api::id::DiskId;
@@ -26,8 +27,8 @@ pub enum Report {
     Copied(Result<(), Problem>),
     /// It is converted in its file, or could not be.
     Converted(Result<DiskFacts, Problem>),
-    /// Its former image is removed, or cannot be.
-    SourceRemoved(Result<(), Problem>),
+    /// Its former image is removed, and this has become of it, if there was one; or it cannot be removed.
+    SourceRemoved(Result<Option<FormerImage>, Problem>),
     /// A layer of it has been merged, or could not be.
     Merged(LayerId, Result<(), Problem>),
     /// The files of its VM were read, or could not be.

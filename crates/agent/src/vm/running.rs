@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -17,6 +18,7 @@ use super::panicking::PanicDumping;
 use super::sending::{Sending, SendingEvent};
 use super::serve::stays_connected;
 use super::service::{Service, ServiceEvent, answers};
+use super::stalled::Stalled;
 use super::suspend::Saving;
 use super::tpm::Tpm;
 use crate::filter::{self, Control, FilterError};
@@ -326,8 +328,12 @@ impl Running {
     }
 
     /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
-    /// that another one can replace it.
-    pub async fn look_after(&mut self, spec: &VmSpec) -> Vec<Notice> {
+    /// that another one can replace it. A request of the guest may wait for storage for `stall`.
+    pub async fn look_after(
+        &mut self,
+        spec: &VmSpec,
+        (stalled, stall): (&mut Stalled, Duration),
+    ) -> Vec<Notice> {
         self.directory.bound_logs();
         self.note_addresses(spec);
         let Service::Served(filter) = &self.service else { return Vec::new() };
@@ -341,7 +347,9 @@ impl Running {
                 filter.kill();
             }
         }
-        troubles(spec, &status)
+        let mut notices = troubles(spec, &status);
+        notices.extend(stalled.notices(spec, &status, stall, Timestamp::now()));
+        notices
     }
 }
 
@@ -439,6 +447,7 @@ mod tests {
                     disk: DiskId::new(),
                     state,
                     driver: None,
+                    oldest_milliseconds: None,
                     counters: DiskCounters::default(),
                     last_error: None,
                     bitmaps: Vec::new(),
@@ -504,6 +513,7 @@ mod tests {
                 disk: spec.disk_at(0).unwrap().disk,
                 state: DiskActivity::Connected,
                 driver: None,
+                oldest_milliseconds: None,
                 counters: DiskCounters::default(),
                 last_error: None,
                 bitmaps: Vec::new(),

@@ -17,10 +17,12 @@ use crate::hypervisor::tpm::{self, Started, State};
 use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::process::{Exit, Process};
-use crate::storage::locked::Access;
+use crate::storage::home::Home;
+use crate::storage::locked::{Access, share_lock};
 use crate::storage::mirror;
 use crate::storage::opening;
 use crate::storage::tpm_disk::{self, OpenTpm};
+use crate::storage::tpm_place;
 
 /// How long after its TPM QEMU may be seen to end: it closes their socket first.
 const QEMU_ENDS_WITHIN: Duration = Duration::from_secs(2);
@@ -62,6 +64,8 @@ pub async fn start(
     let begin = move || {
         let user = slot.tpm();
         let Opened { open, lock, notice } = open(&plan, user)?;
+        // The TPM of a host that the guest moves to has it as well, until this one has ended.
+        share_lock(&lock).map_err(internal)?;
         let state = State { directory: &open.directory, lock: &lock, key: &open.key, user };
         let started = swtpm.start(&directory, &state)?;
         if still_wanted.strong_count() == 0 {
@@ -87,16 +91,21 @@ fn open(plan: &Plan, user: Option<u32>) -> Result<Opened, Problem> {
     let Some((disk, facts)) = &plan.tpm else { return Err(internal("a TPM without its disk")) };
     let vm = plan.spec.vm;
     if let Memory::Arriving(arriving) = &plan.memory {
-        let NewTpm { file, dek } = arriving.tpm(disk.disk)?;
-        return Ok(Opened {
-            open: tpm_disk::empty(vm, disk, &dek, user)?,
-            lock: file,
-            notice: None,
-        });
+        let home = Home::of(&disk.datastore, vm)?;
+        if let Some(NewTpm { file, dek }) = arriving.tpm(disk.disk)? {
+            let open = tpm_disk::empty(&home.tpm_state(disk.disk), disk.disk, &dek, user)?;
+            return Ok(Opened { open, lock: file, notice: None });
+        }
+        // The source's TPM has what it keeps until the guest has moved.
+        let unlocked = opening::open_for_key_beside(&plan.spec, disk, facts, plan.kek.as_ref())?;
+        let path = home.arriving_tpm(disk.disk, arriving.migration);
+        let open = tpm_disk::empty(&path, disk.disk, &unlocked.dek, user)?;
+        return Ok(Opened { open, lock: unlocked.file, notice: unlocked.notice });
     }
     // As long as a copy of the disk has not pivoted, what the TPM keeps is where it was, and is copied when the VM is at rest again.
     let (disk, facts) = mirror::as_it_is(&plan.spec, disk, facts, Access::Read)?;
     let unlocked = opening::open_for_key(&plan.spec, &disk, &facts, plan.kek.as_ref())?;
+    tpm_place::settle(&plan.spec, &disk)?;
     let open = tpm_disk::open(vm, &disk, &unlocked.dek, user)?;
     Ok(Opened { open, lock: unlocked.file, notice: unlocked.notice })
 }

@@ -4,6 +4,7 @@
 //! host's address and asks TLS for that name: another host of the same CA is refused.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -29,9 +30,10 @@ use crate::host::survey::DatastoreSurvey;
 use crate::host::version::{CONTRACT, CONTRACT_HEADER};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing,
-    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference, NewDisk,
-    NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, Remount, STATE_WAIT_MAX, SealedKey,
-    ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange, VmSpec,
+    GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference,
+    MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk, PoolKey, PowerOff, Remount,
+    STATE_WAIT_MAX, SealedKey, ShareDataKeys, Sharing, ShowsCertificate, StateChange, VmChange,
+    VmSpec,
 };
 use crate::id::{DiskId, DumpId, HostId, Incarnation, TaskId, VmId};
 use crate::log_level::LogLevel;
@@ -278,6 +280,11 @@ impl HostAgent for HostClient {
     async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
         let path = format!("vms/{vm}/measure-kept");
         self.call(self.request(Method::POST, &path).json(&disks)).await
+    }
+
+    async fn measure_medium(&self, vm: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
+        let to = format!("vms/{vm}/measure-medium");
+        self.call(self.request(Method::POST, &to).json(&path)).await
     }
 
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {

@@ -251,7 +251,7 @@ impl ServerClient {
         &self,
         vm: &str,
         disk: &str,
-        what: Exposing,
+        what: Exposing<&str>,
     ) -> Result<ConsoleStream, Problem> {
         let address = self.socket(&what.path(vm, disk))?;
         websocket::open_disk(address, Arc::clone(&self.tls)).await

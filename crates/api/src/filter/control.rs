@@ -261,6 +261,10 @@ pub struct DiskStatus {
     /// earlier vmseal does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<DiskFile>,
+    /// For how long the oldest request of its guest is in flight, in milliseconds, without the time for which a limit of the disk has kept
+    /// it back. None while none is in flight; a filter of an earlier vmseal does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oldest_milliseconds: Option<u64>,
     /// Its counters since the process started.
     pub counters: DiskCounters,
     /// The last error of the datastore that the guest got, and what to do about it; the disk continues.

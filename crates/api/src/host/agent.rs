@@ -1,5 +1,6 @@
 //! The calls of the server to an agent.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,6 +11,7 @@ use super::disk::NewDisk;
 use super::job::{JobSpec, JobStatus};
 use super::kept::{KeptRoom, PlacedDisk};
 use super::key::{KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys};
+use super::medium::MediumFacts;
 use super::state::{HostState, StateChange};
 use super::survey::DatastoreSurvey;
 use super::vm::{GuestControl, PowerOff, VmSpec};
@@ -132,6 +134,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// # Errors
     /// `damaged`; those of the file systems.
     async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem>;
+
+    /// Measures a file as a medium of a VM's CD-ROM drive, so that it can be compared with the file of this path on another host. The VM
+    /// need not be known. Where its guest runs here, it must have this file open. Agents without the feature
+    /// [`MEASURE_MEDIUM`](super::version::MEASURE_MEDIUM) do not know it.
+    ///
+    /// # Errors
+    /// `invalid-request`: the file is not there, or no medium; `wrong-state`: the guest has another file open, which had this path before.
+    async fn measure_medium(&self, vm: VmId, path: PathBuf) -> Result<MediumFacts, Problem>;
 
     /// Sees whether a network card of a VM that is off could be connected now. The VM need not be known, and nothing
     /// is changed.
@@ -296,12 +306,14 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
 
     /// Exposes a disk over NBD to the client that has the stream, or opens a connection to an exposed one. A
     /// disk of a VM that is off is served by its own filter, and the VM does not start meanwhile; a disk in
-    /// use is read beside the guest.
+    /// use is read beside the guest. What a snapshot keeps has a filter of its own in any case: its exposure, too, ends
+    /// when a guest that runs ends, so that it does not keep the guest from starting again.
     ///
     /// # Errors
     /// To hold: `in-use` while it is exposed or exported, and to change it while the VM is not off;
-    /// `locked` without the KEK; `wrong-state` before it is made. To connect: `wrong-state` while it is
-    /// not exposed.
+    /// `locked` without the KEK, where that is needed; `wrong-state` before it is made, and for the ciphertext of
+    /// a disk that a guest has; `not-found` without the snapshot; `invalid-request` for the ciphertext of a disk in the
+    /// clear. To connect: `wrong-state` while it is not exposed.
     async fn expose_disk(
         &self,
         vm: VmId,

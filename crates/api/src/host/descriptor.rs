@@ -8,6 +8,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use super::about::AboutVm;
 use super::disk::{Allocation, DiskFacts, DiskLimits, DiskRole};
 use super::key::KeyReference;
 use crate::filter::{CRYPT_SECTOR, DISKS_MAX};
@@ -16,17 +17,22 @@ use crate::id::{DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, SNAPSHOTS_MAX, VCPUS_MAX};
 use crate::nic::{NicSpec, NicToCheck, check_nics};
 
-/// The newest version, with snapshots. A descriptor without any is written as [`WITHOUT_SNAPSHOTS`].
-pub const VERSION: u32 = 3;
+/// The newest version, with what users say of the VM. A descriptor of which they say nothing is written as [`WITHOUT_ABOUT`].
+pub const VERSION: u32 = 4;
 
-/// The version before snapshots, which earlier versions of vmseal read.
+/// The version before that, with snapshots, which earlier versions of vmseal read. A descriptor without any is written as
+/// [`WITHOUT_SNAPSHOTS`].
+pub const WITHOUT_ABOUT: u32 = 3;
+
+/// The version before snapshots, which still earlier versions of vmseal read.
 pub const WITHOUT_SNAPSHOTS: u32 = 2;
 
 /// The oldest version that is read: without what a VM needs beside its disks, and without a MAC.
 const OLDEST: u32 = 1;
 
-/// The longest descriptor, in bytes: one of a VM with the most disks and cards fits well within.
-pub const LENGTH_MAX: usize = 64 * 1024;
+/// The longest descriptor, in bytes: one of a VM with the most disks and cards, and with the longest description of which each byte is
+/// escaped, fits well within.
+pub const LENGTH_MAX: usize = 128 * 1024;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
@@ -71,6 +77,9 @@ pub struct VmDescriptor {
     /// Its snapshots, in the order in which they were taken; none before version 3.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<DescribedSnapshot>,
+    /// What its users say of it; nothing before version 4.
+    #[serde(default, skip_serializing_if = "AboutVm::is_empty")]
+    pub about: AboutVm,
     /// HMAC-SHA256 of all other fields, in hexadecimal; none where the VM has no key, or where it was not at hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
@@ -223,6 +232,10 @@ impl VmDescriptor {
         if self.mac.as_ref().is_some_and(|mac| !is_hexadecimal(mac, MAC_DIGITS)) {
             return Err("its authentication code has another form".to_owned());
         }
+        if self.version <= WITHOUT_ABOUT && !self.about.is_empty() {
+            return Err("it says of the VM what its version does not".to_owned());
+        }
+        self.about.check()?;
         self.check_devices()
     }
 
@@ -295,14 +308,20 @@ mod tests {
 
     /// The example in docs/formats/vm-descriptor.md. Later versions have to read it too.
     const GOLDEN: &str = include_str!("../../tests/golden/vm-descriptor-2.json");
+    const GOLDEN_4: &str = include_str!("../../tests/golden/vm-descriptor-4.json");
     const GOLDEN_3: &str = include_str!("../../tests/golden/vm-descriptor-3.json");
     const GOLDEN_1: &str = include_str!("../../tests/golden/vm-descriptor-1.json");
 
     #[test]
     fn the_golden_descriptors_are_read_and_newer_ones_are_written_the_same() {
-        let newest = parse(GOLDEN_3.as_bytes()).unwrap();
-        assert_eq!(serde_json::to_string_pretty(&newest).unwrap(), GOLDEN_3.trim_end());
-        assert_eq!((newest.snapshots.len(), newest.snapshots[1].current), (2, true));
+        let newest = parse(GOLDEN_4.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&newest).unwrap(), GOLDEN_4.trim_end());
+        assert_eq!((newest.about.labels["tier"].as_str(), newest.about.autostart), ("gold", true));
+        let with_snapshots = parse(GOLDEN_3.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&with_snapshots).unwrap(), GOLDEN_3.trim_end());
+        let snapshots = &with_snapshots.snapshots;
+        assert_eq!((snapshots.len(), snapshots[1].current), (2, true));
+        assert!(with_snapshots.about.is_empty());
         let descriptor = parse(GOLDEN.as_bytes()).unwrap();
         assert_eq!(serde_json::to_string_pretty(&descriptor).unwrap(), GOLDEN.trim_end());
         assert_eq!((descriptor.vcpus, descriptor.memory), (Some(2), Some(1 << 30)));
@@ -316,10 +335,37 @@ mod tests {
         assert_eq!((older.vcpus, older.disks[0].datastore), (None, None));
     }
 
+    /// The longest that users can say fits, with the most disks, cards and snapshots.
+    #[test]
+    fn the_longest_descriptor_that_is_written_is_read() {
+        let mut long = parse(GOLDEN_4.as_bytes()).unwrap();
+        let name = |index: usize| format!("{index:063}");
+        let disk = long.disks[0].clone();
+        let disks = (0..DISKS_MAX).map(|index| DescribedDisk {
+            disk: DiskId::new(),
+            name: name(index),
+            ..disk.clone()
+        });
+        long.disks = disks.collect();
+        let snapshot = long.snapshots[0].clone();
+        let snapshots = (0..SNAPSHOTS_MAX).map(|index| DescribedSnapshot {
+            snapshot: SnapshotId::new(),
+            name: name(index),
+            disks: (0..long.disks.len() as u8).collect(),
+            ..snapshot.clone()
+        });
+        long.snapshots = snapshots.collect();
+        long.about.description = "\u{1}".repeat(crate::request::DESCRIPTION_MAX);
+        let label = |index| (name(index), "\"".repeat(crate::request::LABEL_MAX));
+        long.about.labels = (0..crate::request::LABELS_MAX).map(label).collect();
+        let written = serde_json::to_vec_pretty(&long).unwrap();
+        assert_eq!(parse(&written).unwrap(), long, "{} bytes", written.len());
+    }
+
     #[test]
     fn values_that_no_vm_has_are_refused() {
         for (from, to) in [
-            ("\"version\": 2", "\"version\": 4"),
+            ("\"version\": 2", "\"version\": 5"),
             ("\"vcpus\": 2", "\"vcpus\": 0"),
             ("\"vcpus\": 2,", ""),
             ("\"memory\": 1073741824", "\"memory\": 1"),
@@ -343,6 +389,15 @@ mod tests {
         ] {
             let changed = GOLDEN_3.replacen(from, to, 1);
             assert!(changed != GOLDEN_3 && parse(changed.as_bytes()).is_err(), "{from} -> {to}");
+        }
+        for (from, to) in [
+            ("\"version\": 4", "\"version\": 3"),
+            ("\"tier\"", "\"a tier\""),
+            ("\"gold\"", "\"a,b\""),
+            ("\"autostart\": true", "\"autostart\": true, \"more\": 1"),
+        ] {
+            let changed = GOLDEN_4.replacen(from, to, 1);
+            assert!(changed != GOLDEN_4 && parse(changed.as_bytes()).is_err(), "{from} -> {to}");
         }
         assert!(matches!(parse(&[b' '; LENGTH_MAX + 1]), Err(DescriptorError::TooLong)));
     }

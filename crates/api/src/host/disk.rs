@@ -1,10 +1,11 @@
 //! A disk as a host makes and opens it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::datastore::{DatastoreSpec, LIMIT_MAX};
+use crate::hardware::Firmware;
 use crate::id::DiskId;
 use crate::replica::ReplicaPlace;
 use crate::size::Size;
@@ -72,13 +73,6 @@ impl DiskRole {
     #[must_use]
     pub fn is_data(&self) -> bool {
         *self == Self::Data
-    }
-
-    /// Whether a running VM takes it along to another host only as a copy, also where that host has its datastore: the TPMs of both
-    /// hosts write what they keep until the guest has moved.
-    #[must_use]
-    pub fn moves_only_as_copy(self) -> bool {
-        self == Self::Tpm
     }
 
     /// How it is connected to the guest.
@@ -201,6 +195,18 @@ pub struct NewDisk {
     pub disk: DiskSpec,
     /// The image to fill it from.
     pub source: Option<ImageSource>,
+    /// The firmware of its VM, where it is to have variables from an image; none with any other disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<Firmware>,
+}
+
+impl NewDisk {
+    /// The file with the variables of firmware that the disk is to have, and the firmware; none of any other disk.
+    #[must_use]
+    pub fn taken_variables(&self) -> Option<(&Path, Firmware)> {
+        let source = self.source.as_ref().filter(|_| self.disk.role == DiskRole::UefiVariables)?;
+        Some((source.path.as_path(), self.firmware.unwrap_or_default()))
+    }
 }
 
 #[cfg(test)]

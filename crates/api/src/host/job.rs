@@ -28,6 +28,7 @@ use super::migration::{MigrationProgress, ReceiveJob, SendJob};
 use super::proof::SignedReport;
 use crate::dump::DumpFormat;
 use crate::filter::BACKING_MAX;
+use crate::former_image::FormerImage;
 use crate::host::backup::BackupManifest;
 use crate::id::{BackupId, DiskId, DumpId, SnapshotId, TaskId, VmId};
 use crate::pace::CopyPace;
@@ -86,7 +87,8 @@ pub struct CreateJob {
 pub struct DiskToCreate {
     /// The disk.
     pub disk: DiskId,
-    /// The image to fill it from; none leaves it empty. The agent has what the firmware's variables begin with.
+    /// The image to fill it from; none leaves it empty. The agent has what the firmware's variables begin with; those of a raw
+    /// image are taken in their place by agents with the feature [`TAKE_VARIABLES`](super::version::TAKE_VARIABLES).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ImageSource>,
     /// The documents of a disk for cloud-init, packed ([`crate::cloud_init::Documents::packed`]) and sealed to the
@@ -212,7 +214,7 @@ pub struct DropSourcesJob {
     pub disks: Vec<DiskId>,
 }
 
-/// Keeps what disks of a VM hold at one instant, the same for all of them, whether it runs or is off. From then on the guest
+/// Keeps what disks of a VM hold at one instant, the same for all of them, whether it runs, is off or suspended. From then on the guest
 /// writes to new layers above their images; each disk has at most [`LAYERS_MAX`] above each other. It is done when the call
 /// that puts the job returns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -224,11 +226,12 @@ pub struct SnapshotJob {
     /// were.
     #[serde(default)]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which must run, is kept, too. The job then goes on after the call that puts it.
+    /// Whether the memory of the guest is kept, too. Of a guest that runs it is saved, and the job goes on after the call that puts it; of
+    /// one that is suspended it is saved already.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub memory: bool,
-    /// The generation of that memory; none where nobody counts. Agents without the feature
-    /// [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
+    /// The generation of that memory; none where nobody counts. The memory of a suspended guest has one already, and keeps it. Agents without
+    /// the feature [`MEMORY_GENERATION`](super::version::MEMORY_GENERATION) do not know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
     /// The backup that the snapshot is for: what the guest changes from then on is noted, as far as that can be done, so that
@@ -250,8 +253,8 @@ pub struct Tracked {
     pub parent: Option<BackupId>,
 }
 
-/// Has disks of a VM that is off hold what they held when a snapshot was taken. What they have held since then is lost, as far
-/// as no other snapshot keeps it. It is done when the call that puts the job returns.
+/// Has disks of a VM that is off or suspended hold what they held when a snapshot was taken. What they have held since then is lost, as
+/// far as no other snapshot keeps it. It is done when the call that puts the job returns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RevertJob {
@@ -260,6 +263,10 @@ pub struct RevertJob {
     /// Whether the snapshot keeps memory: the VM is then suspended with it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub memory: bool,
+    /// Whether the memory of a VM that is suspended is given up, before its disks change; else such a VM is refused. For hosts with
+    /// [`super::version::SUSPENDED_SNAPSHOTS`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub discard_memory: bool,
     /// The disks, each once.
     pub disks: Vec<DiskId>,
 }
@@ -632,6 +639,9 @@ pub struct JobStatus {
     /// How far a VM is that is sent, or how one was received; none for other jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationProgress>,
+    /// What has become of former images that were removed; empty for other jobs, and from agents that do not say it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former: Vec<FormerImage>,
 }
 
 /// The state of a job.

@@ -34,6 +34,7 @@
 //! POST   /v1/vms/{vm}/key/drop-others      drop_other_keys
 //! POST   /v1/vms/{vm}/key/share            share_data_keys
 //! POST   /v1/vms/{vm}/measure-kept         measure_kept
+//! POST   /v1/vms/{vm}/measure-medium       measure_medium
 //! POST   /v1/vms/{vm}/examine-nic          examine_nic
 //! POST   /v1/vms/{vm}/examine-job          examine_job
 //! POST   /v1/vms/{vm}/examine-change       examine_change
@@ -44,7 +45,7 @@
 //! POST   /v1/vms/{vm}/jobs/{task}/cancel   cancel_job
 //! DELETE /v1/vms/{vm}/disks/{disk}         delete_disk
 //! POST   /v1/vms/{vm}/disks/{disk}/grow    grow_disk
-//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B  expose_disk (WebSocket, binary frames)
+//! GET    /v1/vms/{vm}/disks/{disk}/expose?connect=B&writable=B[&snapshot=ID][&sealed=B]  expose_disk (WebSocket, binary frames)
 //! GET    /v1/vms/{vm}/disks/{disk}/bitmaps bitmaps
 //! POST   /v1/vms/{vm}/disks/{disk}/bitmaps change_bitmap (body: name and change)
 //! GET    /v1/vms/{vm}/disks/{disk}/replica replica
@@ -71,6 +72,7 @@
 //! Server and agent may be of different versions of vmseal: [`version`] says how they agree on a version of
 //! this contract, and how an older one handles values that it does not know.
 
+pub mod about;
 #[cfg(feature = "client")]
 mod agent;
 pub mod backup;
@@ -81,6 +83,7 @@ mod disk;
 mod job;
 mod kept;
 mod key;
+mod medium;
 mod migration;
 pub mod proof;
 mod state;
@@ -90,6 +93,7 @@ mod vm;
 
 use std::time::Duration;
 
+pub use self::about::AboutVm;
 pub use self::change::VmChange;
 pub use self::description::HostDescription;
 pub use self::disk::{
@@ -106,6 +110,7 @@ pub use self::kept::{CopyRoom, KeptOfDisk, KeptRoom, PlacedDisk};
 pub use self::key::{
     KeyReference, OtherKey, PoolKey, Remount, SealedKey, ShareDataKeys, key_info, pool_key_info,
 };
+pub use self::medium::MediumFacts;
 pub use self::migration::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
     MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,

@@ -289,6 +289,10 @@ pub enum NoticeCode {
     ImageExchanged,
     /// A disk answers errors.
     DiskErrors,
+    /// A disk's datastore does not end what the guest asks; the guest waits.
+    DiskStalled,
+    /// Its disks have another key than it is registered with; its descriptors stay as they are.
+    KeyDiffers,
     /// A disk's second copy is not kept up, or cannot be.
     ReplicaBehind,
     /// The VM's filter process died; its guest waits for another one.

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::descriptor::VmDescriptor;
 use super::disk::DiskFacts;
 use super::state::DiskState;
+use crate::datastore::HeaderRole;
 use crate::id::{DatastoreId, DiskId, ProviderId, VmId};
 
 /// What a host finds at the place of a datastore, whatever mark it has.
@@ -38,6 +39,9 @@ pub struct HeaderDisk {
     pub size: u64,
     /// The facts that the host would pin of it: LUKS2 where it has a header.
     pub facts: DiskFacts,
+    /// What its header says that it is for.
+    #[serde(default, skip_serializing_if = "HeaderRole::is_data")]
+    pub role: HeaderRole,
 }
 
 /// A descriptor as a host finds it.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 70] = [
+pub const FEATURES: [&str; 76] = [
     "job-create",
     "job-export",
     NICS,
@@ -94,6 +94,12 @@ pub const FEATURES: [&str; 70] = [
     IMAGE_LAYOUTS,
     GROW_REPLICA,
     BACKUP_SUSPENDED,
+    EXPOSE_KEPT,
+    MEASURE_MEDIUM,
+    SUSPENDED_SNAPSHOTS,
+    ABOUT,
+    TAKE_VARIABLES,
+    MIGRATE_SHARED_TPM,
     POOL_WAYS,
 ];
 
@@ -177,8 +183,14 @@ pub const REPLICA_SNAPSHOTS: &str = "replica-snapshots";
 /// The feature of agents that write what a snapshot keeps to a file.
 pub const SNAPSHOT_EXPORT: &str = "snapshot-export";
 
+/// The feature of agents that expose what a snapshot keeps, and ciphertext.
+pub const EXPOSE_KEPT: &str = "expose-kept";
+
 /// The feature of agents whose snapshots keep memory.
 pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
+
+/// The feature of agents that take snapshots of VMs which are suspended, revert these and delete snapshots of them.
+pub const SUSPENDED_SNAPSHOTS: &str = "snapshot-suspended";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";
@@ -270,8 +282,14 @@ pub const MIGRATE_SUSPENDED: &str = "job-migrate-suspended";
 /// of the VM.
 pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 
+/// The feature of agents that leave what the TPM of a VM keeps which runs on the datastore that both hosts have.
+pub const MIGRATE_SHARED_TPM: &str = "job-migrate-shared-tpm";
+
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";
+
+/// The feature of agents that measure media of CD-ROM drives ([`super::MediumFacts`]).
+pub const MEASURE_MEDIUM: &str = "measure-medium";
 
 /// The feature of agents that say whether a change of a VM ([`super::VmChange`]) could be made now.
 pub const EXAMINE_CHANGE: &str = "examine-change";
@@ -305,6 +323,12 @@ pub const POOL_WAYS: &str = "pool-ways";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";
+
+/// The feature of agents that put what users say of a VM into its descriptors.
+pub const ABOUT: &str = "about-vms";
+
+/// The feature of agents that fill the disk with a firmware's variables from a file of the host's.
+pub const TAKE_VARIABLES: &str = "take-uefi-variables";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -3,6 +3,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use super::about::AboutVm;
 use super::disk::DiskSpec;
 use super::key::KeyReference;
 use crate::hardware::Hardware;
@@ -41,6 +42,10 @@ pub struct VmSpec {
     /// feature [`IMAGE_LAYOUTS`](super::version::IMAGE_LAYOUTS) are not told it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub images: Option<ImageLayout>,
+    /// What its users say of it, for the descriptors on its datastores; none leaves that as it is there. Agents without the feature
+    /// [`ABOUT`](super::version::ABOUT) are not told it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub about: Option<AboutVm>,
 }
 
 /// A snapshot of a VM.

@@ -3,6 +3,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::former_image::FormerImage;
 use crate::id::TaskId;
 use crate::migration::{Migrated, Migration};
 use crate::problem::Problem;
@@ -40,6 +41,9 @@ pub struct Task {
     /// How that went, once the VM runs at the other host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migrated: Option<Migrated>,
+    /// What has become of the images that its disks had before it copied them, once these are removed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former_images: Vec<FormerImage>,
     /// The highest rate at which it copies each disk, in bytes a second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,

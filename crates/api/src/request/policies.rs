@@ -6,6 +6,7 @@ use crate::datastore::Messenger;
 use crate::host::{Allocation, DiskLimits};
 use crate::image_layout::ImageLayout;
 use crate::model::Replication;
+use crate::osd_encryption::AskedOsds;
 use crate::redundancy::Redundancy;
 
 /// Adds a storage policy.
@@ -44,6 +45,10 @@ pub struct AddPolicy {
     /// disks are in pools with that messenger. None asks for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
+    /// What the OSDs of Ceph clusters must be for VMs that have it: with `required` they start only where all of their disks in pools are on
+    /// encrypted OSDs. None, as `any`, asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<AskedOsds>,
     /// What failures its disks must outlive. With one, disks are made in pools of Ceph that do, and nowhere else.
     #[serde(default)]
     pub redundancy: Redundancy,
@@ -94,6 +99,9 @@ pub struct SetPolicy {
     /// How data must go between hosts and Ceph clusters for VMs that have it; `crc` asks for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
+    /// What the OSDs of Ceph clusters must be for VMs that have it; `any` asks for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub osd_encryption: Option<AskedOsds>,
     /// What failures disks that are made from now on must outlive; 0 failures and no layout ask for nothing. The failure domain stays where
     /// none is in it.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -41,6 +41,9 @@ pub struct RunAgent {
     /// Whether the agent itself writes the memory of VMs that come from other hosts into their guests; `off` has QEMU do that
     #[arg(long, value_enum, default_value_t = OnOff::On)]
     pub place_memory: OnOff,
+    /// After how long a request of a guest that its datastore has not ended raises the alarm `disk-stalled`
+    #[arg(long, value_name = "SECONDS", default_value_t = vmseal_agent::DISK_STALL.as_secs(), value_parser = clap::value_parser!(u64).range(1..))]
+    pub disk_stall: u64,
     /// How to run guests: `kvm`, `tcg` (emulation, slow), or `auto`: KVM if a trial guest runs under it at
     /// start, else TCG
     #[arg(long, value_enum, default_value_t)]

@@ -7,6 +7,7 @@ use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
 use vmseal_api::new_pools::NewPools;
+use vmseal_api::osd_encryption::StatedOsds;
 
 use super::{DryRun, List, Name, Show, Wait};
 use crate::size::parse_size;
@@ -50,6 +51,9 @@ pub struct PoolOptions {
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
+    /// Whether the cluster's OSDs are encrypted: yes, no, or ask its monitors [default: ask]
+    #[arg(long, value_name = "yes|no|ask", requires = "pool")]
+    pub osd_encryption: Option<StatedOsds>,
 }
 
 impl PoolOptions {
@@ -147,12 +151,12 @@ pub enum Datastore {
         #[command(flatten)]
         pool: PoolOptions,
     },
-    /// Change how hosts get to a pool of a Ceph cluster, or the key of it that the server holds
+    /// Change how hosts get to a pool of a Ceph cluster, the key of it that the server holds, or what is stated of the cluster's OSDs
     ///
-    /// It is tried first, a key alone by one of the hosts that have the datastore, and everything else by all of them: what the cluster
-    /// refuses, whose user may not write to the pool, or what leads to another cluster, is not kept. The datastore keeps its disks. Where
-    /// the pool is mounted it stays so as it is, until it is mounted anew (vmseal datastore remount): `vmseal datastore show` says which
-    /// host uses what.
+    /// A key, and how hosts get to the pool, are tried first, a key alone by one of the hosts that have the datastore, and everything else by
+    /// all of them: what the cluster refuses, whose user may not write to the pool, or what leads to another cluster, is not kept. The
+    /// datastore keeps its disks. Where the pool is mounted it stays so as it is, until it is mounted anew (vmseal datastore remount):
+    /// `vmseal datastore show` says which host uses what.
     #[command(group = ArgGroup::new("change").required(true).multiple(true))]
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
@@ -176,9 +180,12 @@ pub enum Datastore {
         #[arg(
             long,
             requires = "key_file",
-            conflicts_with_all = ["monitors", "user", "messenger", "keyring"]
+            conflicts_with_all = ["monitors", "user", "messenger", "keyring", "osd_encryption"]
         )]
         force: bool,
+        /// Whether the cluster's OSDs are encrypted, where its monitors cannot tell or do not tell right: yes, no, or ask them
+        #[arg(long, value_name = "yes|no|ask", group = "change")]
+        osd_encryption: Option<StatedOsds>,
         #[command(flatten)]
         dry_run: DryRun,
     },

@@ -106,9 +106,9 @@ pub enum Disk {
     },
     /// Expose a disk as a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
     ///
-    /// Anyone who may open the socket reads plaintext. A VM that is off cannot be started meanwhile; the disk of a
-    /// running VM is read while its guest writes, so it is not a point-in-time copy. The address for tools is
-    /// printed.
+    /// Anyone who may open the socket reads plaintext, but with --sealed. A VM that is off cannot be started meanwhile; the
+    /// disk of a running VM is read while its guest writes, so it is not a point-in-time copy: --snapshot is one. When a
+    /// running VM stops, it ends. The address for tools is printed.
     Expose(Expose),
     /// Dirty bitmaps of a running VM's disk, for incremental backups
     ///
@@ -143,8 +143,16 @@ pub struct Expose {
     /// The path of the socket to create; only you may open it
     #[arg(long, value_name = "PATH")]
     pub socket: PathBuf,
-    /// Allow tools to write to the disk; its VM must be off
+    /// Expose what the disk held when this snapshot was taken, by its name; the VM may run. The snapshot cannot be
+    /// deleted meanwhile
+    #[arg(long, value_name = "NAME")]
+    pub snapshot: Option<String>,
+    /// Expose the ciphertext, as `disk export --format sealed` writes it: needs no key now, and the VM's key to open.
+    /// While the VM runs, with --snapshot
     #[arg(long)]
+    pub sealed: bool,
+    /// Allow tools to write to the disk; its VM must be off
+    #[arg(long, conflicts_with_all = ["snapshot", "sealed"])]
     pub writable: bool,
 }
 

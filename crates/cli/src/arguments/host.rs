@@ -49,6 +49,10 @@ pub enum Host {
         /// Send each VM at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         rate: Option<u64>,
+        /// Compress the memory of VMs before it is encrypted, where that gets it there sooner: for slow networks. Who watches the
+        /// network learns something of the memory from how long what is sent is
+        #[arg(long)]
+        compress: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]

@@ -7,6 +7,7 @@ use clap::{Args, Subcommand};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::model;
+use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::redundancy::Redundancy;
 
 use super::wait::duration;
@@ -65,6 +66,9 @@ pub enum Policy {
         /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`) [default: any]
         #[arg(long, value_name = "MODE", value_parser = messenger)]
         messenger: Option<Messenger>,
+        /// Start VMs whose disks are in pools of Ceph only where the clusters' OSDs are known to be encrypted (`required`) [default: any]
+        #[arg(long, value_name = "required|any")]
+        osd_encryption: Option<AskedOsds>,
         /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 1,mirroring or 2,erasure-coding
         #[arg(long, value_name = "NUMBER[,LAYOUT]")]
         failures_to_tolerate: Option<Redundancy>,
@@ -173,6 +177,9 @@ pub struct SetPolicy {
     /// Start VMs whose disks are in pools of Ceph only where connections to these are encrypted (`secure`), or over `any`
     #[arg(long, value_name = "MODE", value_parser = messenger, group = "change")]
     pub messenger: Option<Messenger>,
+    /// Start VMs whose disks are in pools of Ceph only where the clusters' OSDs are known to be encrypted (`required`), or on `any`
+    #[arg(long, value_name = "required|any", group = "change")]
+    pub osd_encryption: Option<AskedOsds>,
     /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 2,erasure-coding; 0 is anywhere
     #[arg(long, value_name = "NUMBER[,LAYOUT]", group = "change")]
     pub failures_to_tolerate: Option<Redundancy>,

@@ -28,7 +28,7 @@ pub enum Snapshot {
         #[arg(short, long)]
         watch: bool,
     },
-    /// Keep what the disks of a VM hold now, also while it runs
+    /// Keep what the disks of a VM hold now, also while it runs or is suspended
     ///
     /// All disks are kept at one instant; the guest sees a short pause. Its file systems are frozen meanwhile if the
     /// guest agent answers (`quiesced`); else the snapshot is as after a power cut. Memory is kept with `--memory`; what a
@@ -45,7 +45,8 @@ pub enum Snapshot {
         /// Do not freeze the guest's file systems
         #[arg(long)]
         no_quiesce: bool,
-        /// Keep the guest's memory, too: it stands still while that is saved, and goes on
+        /// Keep the guest's memory, too: a guest that runs stands still while that is saved, and goes on; that of a suspended VM is
+        /// saved already
         #[arg(long)]
         memory: bool,
         #[command(flatten)]
@@ -56,7 +57,8 @@ pub enum Snapshot {
     /// Have the disks of a VM hold what a snapshot keeps
     ///
     /// The VM is off, and stays so, unless --running is given. A snapshot with memory leaves it suspended: `vmseal vm resume` has its
-    /// guest go on where it was then.
+    /// guest go on where it was then. A VM that is suspended loses its saved memory: unless a snapshot keeps that, too, --discard-memory
+    /// is needed.
     ///
     /// What they hold now is lost, as far as no other snapshot keeps it: take one before, if in doubt.
     Revert {
@@ -68,12 +70,15 @@ pub enum Snapshot {
         /// first
         #[arg(long)]
         running: bool,
+        /// Give the saved memory of a suspended VM up
+        #[arg(long)]
+        discard_memory: bool,
         #[command(flatten)]
         dry_run: DryRun,
         #[command(flatten)]
         wait: Wait,
     },
-    /// Delete a snapshot, also while its VM runs
+    /// Delete a snapshot, also while its VM runs or is suspended
     ///
     /// The VM's disks and its other snapshots stay as they are. What nothing needs apart any more is merged; the guest
     /// goes on meanwhile, and sees a short pause at the end.

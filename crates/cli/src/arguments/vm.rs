@@ -190,8 +190,10 @@ pub enum Vm {
         no_quiesce: bool,
         /// Share the data, and the data key, of the snapshot (--snapshot): the clone takes room only for what it writes
         ///
-        /// It has a key-encryption key of its own. The snapshot cannot be deleted while the clone stands on it, nor the other VM
-        /// encrypted, decrypted, moved or deeply recrypted; `vm recrypt --deep` of the clone gives it data and keys of its own
+        /// It has a key-encryption key of its own. The snapshot, and those before it, cannot be deleted while the clone stands on it.
+        /// The other VM cannot be converted with --in-place meanwhile, nor moved to a host without its datastores. It can be
+        /// encrypted, decrypted, moved or deeply recrypted: the clone keeps the former files, under the former data key or in
+        /// the clear, and shares nothing with it any more. `vm recrypt --deep` of the clone gives it data and keys of its own
         #[arg(long)]
         linked: bool,
         #[command(flatten)]
@@ -206,7 +208,7 @@ pub enum Vm {
     /// Encrypt VMs that are there, off, suspended or running
     ///
     /// The disks are copied to encrypted images, each guest changes to the copies in one instant, and the former images are
-    /// overwritten with zeroes once and removed. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
+    /// overwritten with zeroes once and removed, except files that linked clones stand on, which are named. Core dumps and the memory of a suspended VM are encrypted, too. Until the change it can be
     /// cancelled. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may
     /// remain.
     ///
@@ -338,7 +340,7 @@ pub enum Vm {
         downtime: Option<Duration>,
         /// Compress the memory of a running VM before it is encrypted, where that gets it there sooner: for slow networks. Who
         /// watches the network learns something of the memory from how long what is sent is
-        #[arg(long, conflicts_with = "remote")]
+        #[arg(long)]
         compress: bool,
         /// Show how far it is: in place on a terminal, else a line each second; with -o json a document on each line
         #[arg(long, conflicts_with_all = ["no_wait", "dry_run"])]
@@ -673,6 +675,20 @@ pub struct Import {
     /// The datastore for the disks of the libvirt domain
     #[arg(long, value_name = "NAME", requires = "libvirt")]
     pub datastore: Option<String>,
+    /// What a network of the libvirt domain becomes: `NETWORK:bridge=NAME`, `NETWORK:tap=NAME` or
+    /// `NETWORK:user[,forward=FORWARD]`, such as default:bridge=virbr0; may be repeated
+    #[arg(long = "network", value_name = "IN:OUT", requires = "libvirt")]
+    pub networks: Vec<String>,
+    /// The host's bridge in place of a bridge of the libvirt domain's, such as br0:br1; may be repeated
+    #[arg(long = "bridge", value_name = "IN:OUT", requires = "libvirt")]
+    pub bridges: Vec<String>,
+    /// The file with the variables of the UEFI firmware, in a transfer directory of the host: raw, of OVMF's 4M build
+    /// [default: the libvirt domain's `<nvram>`]
+    #[arg(long, value_name = "FILE")]
+    pub nvram: Option<PathBuf>,
+    /// Begin with new variables of the UEFI firmware; those of the libvirt domain, with its boot entries, are not taken
+    #[arg(long, requires = "libvirt", conflicts_with = "nvram")]
+    pub reset_nvram: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
     #[command(flatten)]

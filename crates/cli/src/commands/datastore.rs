@@ -24,6 +24,7 @@ pub async fn run(
         }
         arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
             let (key_file, user) = (pool.key_file.clone(), pool.user.clone());
+            let osd_encryption = pool.osd_encryption;
             let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
             let location = pool.location(&name, path).or(dir);
             let location = location.context("give --path or --pool")?;
@@ -31,7 +32,7 @@ pub async fn run(
                 Some(file) => Some(datastore_key::sealed(server, &file, &user, &name).await?),
                 None => None,
             };
-            let request = AddDatastore { name, host, location, existing, key };
+            let request = AddDatastore { name, host, location, existing, key, osd_encryption };
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);
             }
@@ -46,9 +47,11 @@ pub async fn run(
             keyring,
             key_file,
             force,
+            osd_encryption,
             dry_run,
         } => {
-            let way = SetDatastore { monitors, user, messenger, keyring, key: None };
+            let key = None;
+            let way = SetDatastore { osd_encryption, monitors, user, messenger, keyring, key };
             if way != SetDatastore::default() {
                 let way = (name.as_str(), way, key_file.as_deref());
                 return datastore_way::set(server, output, way, dry_run.dry_run).await;
@@ -94,7 +97,8 @@ pub async fn run(
     }
 }
 
-/// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, and how the cluster keeps what is stored there.
+/// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
+/// pool, and whether its OSDs are encrypted.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -108,5 +112,6 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines.extend(datastore_way::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
+    lines.extend(datastore.osd_encryption.map(|facts| ("OSDS", facts.to_string())));
     lines
 }

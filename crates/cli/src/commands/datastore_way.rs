@@ -1,4 +1,4 @@
-//! How hosts get to a pool of Ceph: changed, and which host uses it already.
+//! What `datastore set` changes beside a key alone, above all how hosts get to a pool of Ceph, and which host uses that already.
 
 use std::path::Path;
 
@@ -7,27 +7,28 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::{DatastoreHost, RbdPool, SetDatastore};
 use vmseal_api::model::{Datastore, RekeyedDatastore};
 
+use super::datastore::details;
 use super::datastore_key;
 use crate::arguments::Output;
 use crate::print::{self, plan};
 use crate::stream::say;
 
-/// Changes how hosts get to the pool, and with a file its user's key, which the server holds.
+/// Changes what is given, and with a file its user's key, which the server holds.
 pub async fn set(
     server: &ServerClient,
     output: Output,
-    (name, way, key_file): (&str, SetDatastore, Option<&Path>),
+    (name, change, key_file): (&str, SetDatastore, Option<&Path>),
     dry_run: bool,
 ) -> anyhow::Result<()> {
     let path = format!("datastores/{name}");
     let key = match key_file {
         Some(file) => {
-            let user = user_of(server, &path, &way).await?;
+            let user = user_of(server, &path, &change).await?;
             Some(datastore_key::sealed(server, file, &user, name).await?)
         }
         None => None,
     };
-    let request = SetDatastore { key, ..way };
+    let request = SetDatastore { key, ..change };
     if dry_run {
         return plan::show(output, &server.try_patch(&path, &request).await?);
     }
@@ -36,12 +37,16 @@ pub async fn set(
         say(format!("warning: {warning}"));
     }
     let datastore = changed.datastore;
-    print::one(output, &datastore, &of_hosts(&datastore))
+    print::one(output, &datastore, &details(&datastore))
 }
 
 /// Whose key is read: the new user's, else that of the datastore.
-async fn user_of(server: &ServerClient, path: &str, way: &SetDatastore) -> anyhow::Result<String> {
-    if let Some(user) = &way.user {
+async fn user_of(
+    server: &ServerClient,
+    path: &str,
+    change: &SetDatastore,
+) -> anyhow::Result<String> {
+    if let Some(user) = &change.user {
         return Ok(user.clone());
     }
     let datastore: Datastore = server.get(path).await?;

@@ -107,8 +107,9 @@ pub fn details(drain: &Drain) -> Vec<(&'static str, String)> {
     let rate = drain.rate.map_or_else(String::new, |rate| {
         format!(", each at most {}/s", ByteSize(rate).display().iec())
     });
+    let compressed = if drain.compress { ", memory compressed" } else { "" };
     let how = format!(
-        "begun by {} at {:.0}, {} VMs at a time{rate}{others}",
+        "begun by {} at {:.0}, {} VMs at a time{rate}{compressed}{others}",
         drain.actor, drain.begun, drain.parallel
     );
     let line = |vm: &DrainedVm| {
@@ -138,6 +139,7 @@ mod tests {
             parallel: 2,
             stop_others: false,
             rate: None,
+            compress: false,
             vms: vms.collect(),
         };
         Host {

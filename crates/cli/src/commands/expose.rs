@@ -93,12 +93,13 @@ pub async fn run(
     options: &Expose,
 ) -> anyhow::Result<()> {
     let mut ends = EndSignals::listen().context("cannot listen for signals")?;
-    let writable = options.writable;
+    let snapshot = options.snapshot.as_deref();
+    let what = Exposing::of_query(false, options.writable, snapshot, options.sealed)?;
     // Checked before the disk is opened, created after: a tool that sees the socket can connect.
     Socket::check(&options.socket)?;
     let (vm_id, disk_id) = (vm.id.to_string(), disk.id.to_string());
     let mut holder = tokio::select! {
-        holder = server.expose(&vm_id, &disk_id, Exposing::Hold { writable }) => holder?,
+        holder = server.expose(&vm_id, &disk_id, what) => holder?,
         () = ends.any() => return Err(interrupted().into()),
     };
     let socket = match Socket::listen(&options.socket) {
@@ -110,10 +111,11 @@ pub async fn run(
         }
     };
     print::print(&format!("{}\n", socket.uri()?))?;
-    let how = if writable { "for reading and writing" } else { "read-only" };
     print::say(format_args!(
-        "disk '{}' of VM '{}' is exposed {how}; Ctrl-C ends it",
-        disk.name, vm.name
+        "disk '{}' of VM '{}' is exposed {}; Ctrl-C ends it",
+        disk.name,
+        vm.name,
+        described(what)
     ));
     let server = Arc::new(server);
     let connections = accept(&socket.listener, &server, &vm_id, &disk_id);
@@ -128,6 +130,18 @@ pub async fn run(
     }
     drop(socket);
     let_go(&mut holder).await
+}
+
+/// How a disk is exposed, for people.
+fn described(what: Exposing<&str>) -> String {
+    let kept = match what {
+        Exposing::HoldKept { snapshot, .. } => format!(" as snapshot '{snapshot}' keeps it"),
+        _ => String::new(),
+    };
+    let writable = matches!(what, Exposing::Hold { writable: true });
+    let how = if writable { "for reading and writing" } else { "read-only" };
+    let sealed = if what.is_sealed() { ", as ciphertext" } else { "" };
+    format!("{how}{kept}{sealed}")
 }
 
 fn interrupted() -> Ended {

@@ -45,8 +45,8 @@ pub async fn run(
             let host: Host = server.patch(&path, &request).await?;
             print::one(output, &host, &details(&host))
         }
-        arguments::Host::Drain { name, parallel, stop_others, rate, dry_run, wait } => {
-            let request = DrainHost { parallel: Some(parallel), stop_others, rate };
+        arguments::Host::Drain { name, parallel, stop_others, rate, compress, dry_run, wait } => {
+            let request = DrainHost { parallel: Some(parallel), stop_others, rate, compress };
             let path = format!("hosts/{name}/drain");
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post(&path, &request).await?);

@@ -11,6 +11,9 @@ use crate::arguments::{BuildImage, Image, Output, System};
 use crate::exit::{Ended, Exit};
 use crate::{images, print};
 
+/// The command that builds the image of Debian again.
+pub(super) const REBUILD: &str = "vmseal image build debian --force";
+
 /// The program that builds an image.
 const BUILDER: &str = "build-debian-image";
 
@@ -38,6 +41,11 @@ fn build(options: &BuildImage) -> anyhow::Result<()> {
     };
     if image.exists() && !options.force {
         print::say("it is built already; --force builds it again");
+        let rebuild = match &options.to {
+            Some(_) => format!("{REBUILD} --to {}", image.display()),
+            None => REBUILD.to_owned(),
+        };
+        say_if_old(&image, &rebuild);
         return print::line(&image.display().to_string());
     }
     make(&image)?;
@@ -48,6 +56,13 @@ fn build(options: &BuildImage) -> anyhow::Result<()> {
         );
     }
     Ok(())
+}
+
+/// Says that an image is old, where it is, and how it is built again.
+pub(super) fn say_if_old(image: &Path, rebuild: &str) {
+    if let Some(said) = images::said_if_old(image, rebuild) {
+        print::say(said);
+    }
 }
 
 /// The image of Debian for this user's VMs; it is built if it is not there.

@@ -1,6 +1,6 @@
 //! Import of VMs from images, or from a libvirt domain.
 
-use std::path::Path;
+use std::path::PathBuf;
 
 use vmseal_api::boot::BootDevice;
 use vmseal_api::client::ServerClient;
@@ -11,6 +11,7 @@ use super::task;
 use crate::arguments::{HardwareOptions, Import, Output};
 use crate::exit::{Ended, Exit};
 use crate::images::size_of_image;
+use crate::libvirt::Variables;
 use crate::{disk_option, libvirt, nic_option, print};
 
 /// The default memory of a VM, in bytes.
@@ -20,35 +21,66 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     let vcpus = options.vcpus;
     let memory = options.memory;
     let nics = nic_option::parse_all(&options.nics)?;
-    let mut request = match &options.libvirt {
+    let (mut request, kept) = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
-            let mut request = from_domain(file, &datastore, options.policy)?;
+            let networks = libvirt::Networks::parse(&options.networks, &options.bridges)?;
+            let mut domain = libvirt::read(file, &networks)?;
+            let kept = domain.variables.take();
+            let mut request = from_domain(domain, &datastore, options.policy)?;
             request.name = options.name.unwrap_or(request.name);
             request.vcpus = vcpus.unwrap_or(request.vcpus);
             request.memory = memory.unwrap_or(request.memory);
-            request
+            (request, kept)
         }
-        None => CreateVm {
-            name: options.name.unwrap_or_default(),
-            policy: options.policy,
-            vcpus: vcpus.unwrap_or(1),
-            memory: memory.unwrap_or(MEMORY),
-            disks: images(&options.disks)?,
-            host: None,
-            nics: Vec::new(),
-            hardware: Hardware::default(),
-            description: String::new(),
-            labels: Default::default(),
-            autostart: false,
-            cloud_init: None,
-        },
+        None => {
+            let request = CreateVm {
+                name: options.name.unwrap_or_default(),
+                policy: options.policy,
+                vcpus: vcpus.unwrap_or(1),
+                memory: memory.unwrap_or(MEMORY),
+                disks: images(&options.disks)?,
+                host: None,
+                nics: Vec::new(),
+                hardware: Hardware::default(),
+                description: String::new(),
+                labels: Default::default(),
+                autostart: false,
+                cloud_init: None,
+                uefi_variables: None,
+            };
+            (request, None)
+        }
     };
     request.nics.extend(nics);
     request.disks.iter_mut().for_each(|disk| disk.force = options.force);
     let of_domain = without_network(request.hardware, request.nics.len());
     request.hardware = machine(of_domain, options.hardware);
+    let kept = kept.filter(|_| request.hardware.firmware.has_variables() && !options.reset_nvram);
+    request.uefi_variables = match options.nvram {
+        None => kept.map(file_of_domain).transpose()?.flatten(),
+        asked => asked,
+    };
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+}
+
+/// The file with the variables of the firmware of a domain; none where it names none, which is said.
+fn file_of_domain(kept: Variables) -> anyhow::Result<Option<PathBuf>> {
+    match kept {
+        Variables::File(file) => Ok(Some(file)),
+        Variables::Unknown => {
+            print::say(
+                "not imported: the variables of its UEFI firmware, of which it names no file (<nvram>): the guest's boot entries are gone, and it starts from the loader at \\EFI\\BOOT of its disk; --nvram FILE takes them",
+            );
+            Ok(None)
+        }
+        Variables::Other(what) => {
+            let message = format!(
+                "--libvirt: the variables of its UEFI firmware {what}, and are taken from a raw file alone: make one of them (qemu-img convert -O raw) and give it (--nvram FILE), or begin with new ones (--reset-nvram)"
+            );
+            Err(Ended::new(Exit::Usage, message).into())
+        }
+    }
 }
 
 /// The machine of a domain whose VM has so many network cards: without one it does not start from the network.
@@ -98,8 +130,11 @@ fn images(options: &[String]) -> anyhow::Result<Vec<CreateDisk>> {
 }
 
 /// The request for a VM like the domain; reports what is not imported.
-fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<CreateVm> {
-    let domain = libvirt::read(file)?;
+fn from_domain(
+    domain: libvirt::Domain,
+    datastore: &str,
+    policy: String,
+) -> anyhow::Result<CreateVm> {
     for warning in &domain.warnings {
         print::say(format_args!("not imported: {warning}"));
     }
@@ -134,6 +169,7 @@ fn from_domain(file: &Path, datastore: &str, policy: String) -> anyhow::Result<C
         labels: Default::default(),
         autostart: false,
         cloud_init: None,
+        uefi_variables: None,
     })
 }
 
@@ -143,6 +179,19 @@ mod tests {
     use vmseal_api::hardware::{Firmware, MemoryBacking, OnCrash};
 
     use super::*;
+
+    #[test]
+    fn variables_come_from_a_raw_file_or_what_to_do_is_said() {
+        let file = PathBuf::from("/nvram/web_VARS.fd");
+        assert_eq!(file_of_domain(Variables::File(file.clone())).unwrap(), Some(file));
+        assert_eq!(file_of_domain(Variables::Unknown).unwrap(), None);
+        let other = Variables::Other("are of format 'qcow2'".to_owned());
+        let refused = file_of_domain(other).unwrap_err();
+        assert_eq!(Exit::of(&refused), Exit::Usage);
+        for told in ["'qcow2'", "--nvram FILE", "--reset-nvram"] {
+            assert!(refused.to_string().contains(told), "{refused}");
+        }
+    }
 
     #[test]
     fn what_is_asked_for_is_in_place_of_the_domains() {

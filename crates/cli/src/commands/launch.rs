@@ -48,6 +48,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         && options.image == Path::new(DEBIAN)
     {
         require_firmware(file, hardware.firmware)?;
+        image::say_if_old(file, image::REBUILD);
     }
     let is_there = image.is_some();
     let (image, format) = image.unzip();
@@ -74,6 +75,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         labels: Default::default(),
         autostart: false,
         cloud_init,
+        uefi_variables: None,
     };
     if options.dry_run.dry_run {
         let mut plan = server.try_post("vms", &request).await?;

@@ -11,10 +11,7 @@ use crate::arguments::{DryRun, Output, Wait};
 use crate::exit::{Ended, Exit};
 use crate::stream::{printable, say};
 
-/// What the removal of a former image promises, and what it does not.
-const REMOVED: &str = "The former images were overwritten with zeroes once and removed. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain. Run fstrim on the file system of a datastore on flash: that lets the device erase them.";
-
-/// The same of disks that were encrypted in their own files.
+/// What is promised of disks that were encrypted in their own files, and what is not. Of former images the task says it.
 const OVERWRITTEN: &str = "The data was overwritten in its own files. On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of it may remain.";
 
 /// Encrypts VMs.
@@ -27,8 +24,8 @@ pub async fn encrypt(
     wait: &Wait,
 ) -> anyhow::Result<()> {
     begin(server, output, vms, "encrypt", request, dry_run, wait).await?;
-    if !dry_run.dry_run && !wait.no_wait {
-        say(if request.in_place { OVERWRITTEN } else { REMOVED });
+    if request.in_place && !dry_run.dry_run && !wait.no_wait {
+        say(OVERWRITTEN);
     }
     Ok(())
 }

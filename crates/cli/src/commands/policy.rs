@@ -39,6 +39,7 @@ pub async fn run(
             cpu_model,
             downtime,
             messenger,
+            osd_encryption,
             failures_to_tolerate,
             failure_domain,
             object_size,
@@ -64,6 +65,7 @@ pub async fn run(
                 cpu_model,
                 downtime_milliseconds: downtime.map(milliseconds),
                 messenger,
+                osd_encryption,
                 redundancy: Redundancy {
                     failure_domain,
                     ..failures_to_tolerate.unwrap_or_default()
@@ -130,6 +132,7 @@ async fn set(
         }),
         downtime_milliseconds: options.downtime.map(milliseconds),
         messenger: options.messenger,
+        osd_encryption: options.osd_encryption,
         redundancy: options.failures_to_tolerate,
         failure_domain: options.failure_domain.map(|domain| match domain.as_str() {
             arguments::ANY_DOMAIN => String::new(),

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use tokio::signal::unix::{SignalKind, signal};
@@ -74,6 +75,7 @@ async fn run_agent(options: RunAgent, hardening: Hardening) -> anyhow::Result<()
         },
         hardening: Some(hardening),
         filter_restart_timeout: FILTER_RESTART_TIMEOUT,
+        disk_stall: Duration::from_secs(options.disk_stall),
         migration_listen: options.migration_listen,
         place_memory: options.place_memory == OnOff::On,
     };

@@ -197,6 +197,7 @@ mod tests {
             seconds_left: None,
             migration: None,
             migrated: None,
+            former_images: Vec::new(),
             rate: None,
             paused: false,
             created: jiff::Timestamp::UNIX_EPOCH,

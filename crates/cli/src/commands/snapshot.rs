@@ -19,16 +19,14 @@ pub async fn run(server: &ServerClient, output: Output, verb: Snapshot) -> anyho
             let request = TakeSnapshot { name, description, quiesce: !no_quiesce, memory };
             task::begin(server, output, &path(&vm), &request, &dry_run, &wait).await
         }
-        Snapshot::Revert { vm, snapshot, running, dry_run, wait } => {
+        Snapshot::Revert { vm, snapshot, running, discard_memory, dry_run, wait } => {
             let path = format!("{}/revert", one(&vm, &snapshot));
             // A server of an earlier version takes no body.
-            match running {
-                false => task::begin(server, output, &path, &(), &dry_run, &wait).await,
-                true => {
-                    let request = RevertSnapshot { running };
-                    task::begin(server, output, &path, &request, &dry_run, &wait).await
-                }
+            if !running && !discard_memory {
+                return task::begin(server, output, &path, &(), &dry_run, &wait).await;
             }
+            let request = RevertSnapshot { running, discard_memory };
+            task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         Snapshot::Delete { vm, snapshot, dry_run, wait } => {
             task::begin_deletion(server, output, &one(&vm, &snapshot), &dry_run, &wait).await

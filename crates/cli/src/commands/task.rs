@@ -17,6 +17,9 @@ use crate::exit::{self, Ended, Exit, FailedTask, FailedTasks};
 use crate::print::{self, plan};
 use crate::rows::word;
 
+/// What the overwriting of a former image does not promise.
+const OLDER_COPIES: &str = "On flash, journaled or copy-on-write storage, and in snapshots and backups of the datastore, older copies of the data may remain.";
+
 pub async fn run(
     server: &ServerClient,
     output: Output,
@@ -245,7 +248,18 @@ async fn follow(
         (_, [task]) if !several => print::one(output, task, &[])?,
         (_, tasks) => print::list(output, &arguments::Columns::usual(), tasks.to_vec())?,
     }
+    former_images(&ended).iter().for_each(print::say);
     outcome(&ended)
+}
+
+/// What is said of the former images of disks that tasks have copied, also where a task has failed since.
+fn former_images(tasks: &[Task]) -> Vec<String> {
+    let all = || tasks.iter().flat_map(|task| task.former_images.iter().map(move |it| (task, it)));
+    let mut said: Vec<_> = all().map(|(task, it)| format!("{}: {it}", task.target)).collect();
+    if all().any(|(_, image)| image.is_overwritten()) {
+        said.push(OLDER_COPIES.to_owned());
+    }
+    said
 }
 
 /// Tasks that are followed.
@@ -396,6 +410,7 @@ fn failure(task: &Task) -> Option<FailedTask> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
     use vmseal_api::problem::ErrorCode;
 
     use super::*;
@@ -413,6 +428,7 @@ mod tests {
             seconds_left: None,
             migration: None,
             migrated: None,
+            former_images: Vec::new(),
             rate: None,
             paused: false,
             created: jiff::Timestamp::UNIX_EPOCH,
@@ -455,6 +471,26 @@ mod tests {
         let (code, said) = exit(followed.leave(Exit::GoesOn, "--timeout has passed"));
         assert_eq!(code, Exit::OutcomeUnknown);
         assert!(said.contains("not known") && !said.contains("it goes on"), "{said}");
+    }
+
+    #[test]
+    fn what_was_not_overwritten_is_not_said_to_be() {
+        let image = |name: &str, fate| {
+            let (disk, name) = (vmseal_api::id::DiskId::new(), name.to_owned());
+            FormerImage { disk, name, fate, discard: Discard::ByFstrim }
+        };
+        let (clones, inodes) = (vec!["one".to_owned()], vec![7]);
+        let shared = FormerFate::Shared { in_the_clear: true, clones, inodes };
+        let mut done = task(TaskState::Done, None);
+        assert!(former_images(std::slice::from_ref(&done)).is_empty());
+        done.former_images = vec![image("data", shared)];
+        let said = former_images(std::slice::from_ref(&done));
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].starts_with("web: disk 'data': its former image was not overwritten"));
+        done.former_images.push(image("logs", FormerFate::Overwritten));
+        let said = former_images(&[task(TaskState::Done, None), done]);
+        assert!(said[1].contains("'logs'") && said[1].contains("overwritten with zeroes once"));
+        assert_eq!(said[2..], [OLDER_COPIES]);
     }
 
     #[test]

@@ -109,6 +109,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                 labels: about.labels.into_iter().collect(),
                 autostart: about.autostart == Some(OnOff::On),
                 cloud_init,
+                uefi_variables: None,
             };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }

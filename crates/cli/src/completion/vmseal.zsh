@@ -9,13 +9,14 @@ _vmseal() {
     for answer in $answers; do
         # VALUE, or VALUE:HELP.
         case $answer in
-            *[=/] | *[=/]:*) open+=("$answer") ;;
+            *[=/:] | *[=/]:*) open+=("$answer") ;;
             [^:]##=*) values+=("$answer") ;;
             *) others+=("$answer") ;;
         esac
     done
     local none=1
-    # A key goes on with its value, a directory with what is in it; a value may go on with a comma and another key.
+    # A key goes on with its value, a directory with what is in it, a network with what it becomes; a value may go on with a
+    # comma and another key.
     (($#open)) && _describe -V values open -S '' && none=0
     (($#values)) && _describe -V values values -S ' ' -r ' ,' && none=0
     (($#others)) && _describe -V values others && none=0

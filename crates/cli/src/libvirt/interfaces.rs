@@ -5,6 +5,8 @@ use roxmltree::Node;
 use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use vmseal_api::request::CreateNic;
 
+use super::networks::{self, Networks};
+
 /// Elements of an interface that are read, or say nothing that a VM does not have of its own.
 const KNOWN: [&str; 8] = ["mac", "source", "model", "link", "target", "alias", "address", "boot"];
 
@@ -18,27 +20,43 @@ const LEFT: [(&str, &str); 6] = [
     ("virtualport", "its virtual port"),
 ];
 
-/// The cards, in the order of the domain.
-pub fn nics(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> Vec<CreateNic> {
+/// The cards, in the order of the domain, connected as `mapped` says.
+///
+/// # Errors
+/// `mapped` has what no card of the domain is on.
+pub fn nics(
+    devices: Node<'_, '_>,
+    mapped: &Networks,
+    warnings: &mut Vec<String>,
+) -> anyhow::Result<Vec<CreateNic>> {
+    mapped.check(devices)?;
     let interfaces = devices.children().filter(|child| child.has_tag_name("interface"));
-    interfaces.filter_map(|interface| nic(interface, warnings)).collect()
+    Ok(interfaces.filter_map(|interface| nic(interface, mapped, warnings)).collect())
 }
 
-fn nic(interface: Node<'_, '_>, warnings: &mut Vec<String>) -> Option<CreateNic> {
+fn nic(
+    interface: Node<'_, '_>,
+    mapped: &Networks,
+    warnings: &mut Vec<String>,
+) -> Option<CreateNic> {
     let child = |name: &str| interface.children().find(|child| child.has_tag_name(name));
     let of = |name: &str, attribute: &str| child(name)?.attribute(attribute);
     let mac = of("mac", "address");
     let called = mac.map_or_else(String::new, |mac| format!(" {mac}"));
     let kind = interface.attribute("type").unwrap_or_default();
-    let Some(backend) = backend(kind, &of) else {
+    let Some(backend) = mapped.get(interface).or_else(|| backend(kind, &of)) else {
         let on = match (kind, of("source", "network")) {
             ("network", Some(network)) => format!("libvirt's network '{network}'"),
             _ => format!("type '{kind}'"),
         };
-        warnings.push(format!(
-            "the network card{called} ({on}): give it with --nic, such as bridge=NAME{}",
-            mac.map_or_else(String::new, |mac| format!(",mac={mac}"))
-        ));
+        let instead = networks::option_for(interface).map_or_else(
+            || {
+                let mac = mac.map_or_else(String::new, |mac| format!(",mac={mac}"));
+                format!("give it with --nic, such as bridge=NAME{mac}")
+            },
+            |option| format!("say what it is to be connected to: {option}"),
+        );
+        warnings.push(format!("the network card{called} ({on}): {instead}"));
         return None;
     };
     let mut left = |what: String| warnings.push(format!("of the network card{called}: {what}"));
@@ -95,10 +113,14 @@ mod tests {
     use super::*;
 
     fn read(interface: &str) -> (Vec<CreateNic>, String) {
+        read_mapped(interface, &Networks::default())
+    }
+
+    fn read_mapped(interface: &str, mapped: &Networks) -> (Vec<CreateNic>, String) {
         let text = format!("<devices>{interface}</devices>");
         let document = Document::parse(&text).unwrap();
         let mut warnings = Vec::new();
-        let nics = nics(document.root_element(), &mut warnings);
+        let nics = nics(document.root_element(), mapped, &mut warnings).unwrap();
         (nics, warnings.join("\n"))
     }
 
@@ -120,12 +142,34 @@ mod tests {
     }
 
     #[test]
+    fn a_card_is_connected_to_what_its_network_was_said_to_become() {
+        let of = |text: &str| vec![text.to_owned()];
+        let mapped = Networks::parse(&of("default:bridge=virbr0"), &of("ovs:br1")).unwrap();
+        let default = "<interface type='network'><mac address='52:54:00:12:34:56'/><source network='default'/><model type='virtio'/></interface>";
+        let ovs = "<interface type='bridge'><source bridge='ovs'/><virtualport type='openvswitch'/><model type='virtio'/></interface>";
+        let (nics, said) = read_mapped(&(default.to_owned() + ovs), &mapped);
+        let shown: Vec<_> = nics.iter().map(|nic| nic.backend.to_string()).collect();
+        assert_eq!(shown, ["bridge virbr0", "bridge br1"]);
+        assert_eq!(nics[0].mac.unwrap().to_string(), "52:54:00:12:34:56");
+        // All that is lost is the switch's port.
+        assert_eq!(said, "of the network card: its virtual port");
+        // Also where a domain that runs names the network's bridge.
+        let runs = default.replace("network='default'", "network='default' bridge='other'");
+        let (nics, said) = read_mapped(&(runs + ovs), &mapped);
+        assert_eq!(nics[0].backend.to_string(), "bridge virbr0", "{said}");
+        // The others are as they were.
+        let other = default.replace("'default'", "'lab'");
+        let (nics, said) = read_mapped(&(default.to_owned() + ovs + &other), &mapped);
+        assert!(nics.len() == 2 && said.contains("--network lab:bridge=NAME"), "{said}");
+    }
+
+    #[test]
     fn what_stays_behind_is_said() {
         for (interface, count, told) in [
             (
                 "<interface type='network'><source network='default'/></interface>",
                 0,
-                "network 'default'",
+                "(libvirt's network 'default'): say what it is to be connected to: --network default:bridge=NAME, or --network default:user",
             ),
             (
                 "<interface type='direct'><mac address='52:54:00:00:00:01'/></interface>",
@@ -135,7 +179,7 @@ mod tests {
             (
                 "<interface type='bridge'><source bridge='b'/><virtualport type='openvswitch'/></interface>",
                 0,
-                "type 'bridge'",
+                "(type 'bridge'): say what it is to be connected to: --bridge b:NAME",
             ),
             ("<interface type='user'><model type='rtl8139'/></interface>", 1, "its model, rtl8139"),
             (

@@ -22,10 +22,6 @@ pub fn machine(
     warnings: &mut Vec<String>,
 ) -> anyhow::Result<Hardware> {
     let firmware = firmware(os);
-    if firmware.has_variables() {
-        let what = "the variables of its UEFI firmware: the guest's boot entries are gone, and it starts from the loader at \\EFI\\BOOT of its disk";
-        warnings.push(what.to_owned());
-    }
     let tpm = tpm(devices, warnings)?;
     let drives = media(devices, "cdrom");
     let cdrom = drives.first().map(|drive| Cdrom { medium: medium(*drive, warnings) });
@@ -67,6 +63,37 @@ fn firmware(os: Node<'_, '_>) -> Firmware {
         .any(|feature| feature.attribute("enabled") == Some("yes"));
     let secure_loader = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
     if secure_boot || secure_loader { Firmware::UefiSecureBoot } else { Firmware::Uefi }
+}
+
+/// Where a domain keeps the variables of its firmware.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Variables {
+    /// In a raw file of its host.
+    File(PathBuf),
+    /// Elsewhere, or otherwise: what is said of them.
+    Other(String),
+    /// It does not say where.
+    Unknown,
+}
+
+/// Where the variables of the firmware are; none where it has none.
+pub fn variables(os: Node<'_, '_>) -> Option<Variables> {
+    if !firmware(os).has_variables() {
+        return None;
+    }
+    let Some(nvram) = child(os, "nvram") else { return Some(Variables::Unknown) };
+    let kind = nvram.attribute("type").unwrap_or("file");
+    if kind != "file" {
+        return Some(Variables::Other(format!("are of type '{kind}'")));
+    }
+    let format = nvram.attribute("format").unwrap_or("raw");
+    if format != "raw" {
+        return Some(Variables::Other(format!("are of format '{format}'")));
+    }
+    // In the element itself, or in one of its own since a domain may have them elsewhere than in a file.
+    let in_source = child(nvram, "source").and_then(|source| source.attribute("file"));
+    let file = in_source.or_else(|| text_of(os, "nvram"));
+    Some(file.map_or(Variables::Unknown, |file| Variables::File(file.into())))
 }
 
 /// The processor's model, where a VM has it too. None is what the host has.
@@ -370,6 +397,40 @@ mod tests {
         ] {
             let refusal = format!("{:#}", read("", tpm).0.unwrap_err());
             assert!(refusal.contains(reason), "{tpm}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn the_variables_of_uefi_are_where_the_domain_says() {
+        let of = |attributes: &str, inside: &str| {
+            let text = format!("<os {attributes}>{inside}</os>");
+            let document = Document::parse(&text).unwrap();
+            variables(document.root_element())
+        };
+        let file = Some(Variables::File("/nvram/web_VARS.fd".into()));
+        let efi = "firmware='efi'";
+        let flash = "<loader type='pflash'>/usr/share/OVMF/OVMF_CODE_4M.fd</loader>";
+        let named = "<nvram template='/t.fd'>/nvram/web_VARS.fd</nvram>";
+        let source = "<nvram type='file'><source file='/nvram/web_VARS.fd'/></nvram>";
+        for (attributes, inside, expected) in [
+            ("", named.to_owned(), None),
+            ("", flash.to_owned() + named, file.clone()),
+            (efi, named.to_owned(), file.clone()),
+            (efi, source.to_owned(), file),
+            (efi, String::new(), Some(Variables::Unknown)),
+            (efi, "<nvram template='/t.fd'/>".to_owned(), Some(Variables::Unknown)),
+            (
+                efi,
+                "<nvram type='network'><source protocol='iscsi'/></nvram>".to_owned(),
+                Some(Variables::Other("are of type 'network'".to_owned())),
+            ),
+            (
+                efi,
+                named.replace("template=", "format='qcow2' template="),
+                Some(Variables::Other("are of format 'qcow2'".to_owned())),
+            ),
+        ] {
+            assert_eq!(of(attributes, &inside), expected, "{attributes} {inside}");
         }
     }
 

@@ -2,9 +2,12 @@
 
 mod interfaces;
 mod machine;
+mod networks;
 mod node;
 mod read;
 mod write;
 
-pub use read::{Disk, read};
+pub use machine::Variables;
+pub use networks::Networks;
+pub use read::{Disk, Domain, networks_in, read};
 pub use write::domain;

@@ -13,7 +13,8 @@ use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
 use super::interfaces;
-use super::machine::machine;
+use super::machine::{Variables, machine, variables};
+use super::networks::{self, Networks};
 use super::node::{child, text_of, unknown};
 
 /// The longest domain, in bytes; libvirt's own have some ten thousand.
@@ -40,6 +41,8 @@ pub struct Domain {
     pub nics: Vec<CreateNic>,
     /// Firmware, processor model, kind of memory, TPM, CD-ROM drive, and what it starts from.
     pub hardware: Hardware,
+    /// Where the variables of its firmware are; none where that has none.
+    pub variables: Option<Variables>,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -127,20 +130,36 @@ const LEFT_OF_DISK: [(&str, &str); 7] = [
 /// The size of a disk's logical block as every guest of vmseal sees it, in bytes.
 const LOGICAL_BLOCK: &str = "512";
 
-/// Reads a domain from a file.
-pub fn read(file: &Path) -> anyhow::Result<Domain> {
+/// Reads a domain from a file; its cards are connected as `mapped` says.
+pub fn read(file: &Path, mapped: &Networks) -> anyhow::Result<Domain> {
+    parse(&text_in(file)?, mapped)
+        .with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
+}
+
+/// The names of the networks on which cards of the domain in a file are.
+pub fn networks_in(file: &Path) -> anyhow::Result<Vec<String>> {
+    let text = text_in(file)?;
+    let document = document(&text)?;
+    let devices = child(document.root_element(), "devices");
+    Ok(devices.map(networks::networks_of).unwrap_or_default())
+}
+
+fn text_in(file: &Path) -> anyhow::Result<String> {
     let mut text = String::new();
     File::open(file)
         .and_then(|open| open.take(XML_MAX + 1).read_to_string(&mut text))
         .with_context(|| format!("--libvirt: cannot read {}", file.display()))?;
     ensure!(text.len() as u64 <= XML_MAX, "{} is longer than {XML_MAX} bytes", file.display());
-    parse(&text)
-        .with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
+    Ok(text)
 }
 
-fn parse(text: &str) -> anyhow::Result<Domain> {
+fn document(text: &str) -> anyhow::Result<Document<'_>> {
     let options = ParsingOptions { nodes_limit: NODES_MAX, ..ParsingOptions::default() };
-    let document = Document::parse_with_options(text, options).context("it is not XML")?;
+    Document::parse_with_options(text, options).context("it is not XML")
+}
+
+fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
+    let document = document(text)?;
     let domain = document.root_element();
     ensure!(domain.tag_name().name() == "domain", "it is not a libvirt domain");
     let mut warnings = Vec::new();
@@ -158,9 +177,10 @@ fn parse(text: &str) -> anyhow::Result<Domain> {
         MemoryBacking::Hugepages => memory.checked_next_multiple_of(HUGE_PAGE),
     };
     let memory = memory.context("it has too much memory")?;
-    let nics = interfaces::nics(devices, &mut warnings);
+    let nics = interfaces::nics(devices, mapped, &mut warnings)?;
     left_behind(domain, devices, &mut warnings);
-    Ok(Domain { name, vcpus, memory, disks, nics, hardware, warnings })
+    let variables = variables(os);
+    Ok(Domain { name, vcpus, memory, disks, nics, hardware, variables, warnings })
 }
 
 /// Checks that such a system can run.
@@ -323,6 +343,10 @@ mod tests {
     /// A domain as virt-install makes it, shortened.
     const DOMAIN: &str = include_str!("../../tests/libvirt/web.xml");
 
+    fn parse(text: &str) -> anyhow::Result<Domain> {
+        super::parse(text, &Networks::default())
+    }
+
     fn changed(from: &str, to: &str) -> String {
         assert!(DOMAIN.contains(from), "{from}");
         format!("{:#}", parse(&DOMAIN.replacen(from, to, 1)).unwrap_err())
@@ -345,11 +369,10 @@ mod tests {
         assert_eq!(nics, ["bridge br0"]);
         let said = domain.warnings.join("\n");
         for left in [
-            "network 'default'",
+            "--network default:bridge=NAME",
             "its model, none",
             "1 devices of the host",
             "what the TPM keeps",
-            "UEFI",
             "<cputune>",
             "read-only",
             "graphics",
@@ -363,9 +386,24 @@ mod tests {
             boot: vec![BootDevice::Disk, BootDevice::Network],
             ..Hardware::default()
         };
-        assert_eq!(domain.hardware, machine);
+        assert_eq!((domain.hardware, domain.variables), (machine, Some(Variables::Unknown)));
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
+    }
+
+    #[test]
+    fn a_network_that_was_said_to_be_a_bridge_is_one() {
+        let option = ["default:bridge=virbr0".to_owned()];
+        let domain = super::parse(DOMAIN, &Networks::parse(&option, &[]).unwrap()).unwrap();
+        let nics: Vec<_> = domain.nics.iter().map(|nic| nic.backend.to_string()).collect();
+        assert_eq!(nics, ["bridge virbr0", "bridge br0"]);
+        assert!(!domain.warnings.join("\n").contains("'default'"), "{:?}", domain.warnings);
+        let option = ["lab:user".to_owned()];
+        let refused = super::parse(DOMAIN, &Networks::parse(&option, &[]).unwrap()).unwrap_err();
+        assert!(refused.to_string().contains("no network 'lab'"), "{refused}");
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), DOMAIN).unwrap();
+        assert_eq!(networks_in(file.path()).unwrap(), ["default"]);
     }
 
     #[test]

@@ -96,6 +96,7 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
 /// What `task show` adds to the columns.
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     let mut details = migration::details(task);
+    details.extend(task.former_images.iter().map(|image| ("FORMER IMAGE", image.to_string())));
     details.extend(task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))));
     details
 }
@@ -150,6 +151,11 @@ fn role(role: DiskRole) -> &'static str {
     }
 }
 
+/// Where a disk is encrypted.
+fn encrypted_at(disk: &Disk) -> String {
+    disk.encrypted_at.map_or_else(String::new, |at| format!(", encrypted at: {at}"))
+}
+
 /// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -162,10 +168,11 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
         lines.push((
             "DISK",
             format!(
-                "{} {size} {} on {}: {format}{}{} ({})",
+                "{} {size} {} on {}: {format}{}{}{} ({})",
                 disk.name,
                 word(&disk.allocation),
                 disk.datastore,
+                encrypted_at(disk),
                 limits(disk),
                 role(disk.role),
                 disk.id
@@ -215,6 +222,7 @@ mod tests {
             seconds_left: None,
             migration: None,
             migrated: None,
+            former_images: Vec::new(),
             rate: None,
             paused: false,
             created: "2026-01-02T03:04:05.678901Z".parse().unwrap(),

@@ -216,6 +216,7 @@ impl Row for Policy {
             false => it.image_layout.to_string().into(),
         }),
         more("messenger", |it| it.messenger.map(|it| it.name().to_owned()).into()),
+        more("osd-encryption", |it| it.osd_encryption.map(|it| it.name().to_owned()).into()),
         more("id", |it| it.id.to_string().into()),
     ];
     fn identity(&self) -> String {
@@ -302,6 +303,7 @@ impl Row for VmDisk {
         usual("size", |it| Cell::Bytes(it.disk.size)),
         usual("datastore", |it| (&it.disk.datastore).into()),
         usual("format", |it| disk_format(&it.disk).into()),
+        usual("encrypted-at", |it| it.disk.encrypted_at.map(|at| at.to_string()).into()),
         more("id", |it| it.disk.id.to_string().into()),
         more("role", |it| word(&it.disk.role).into()),
         more("encrypted", |it| Cell::YesNo(it.disk.encrypted)),

@@ -116,12 +116,14 @@ fn of_vm(
         ("header-copy-damaged", NoticeCode::HeaderCopyDamaged),
         ("image-exchanged", NoticeCode::ImageExchanged),
         ("disk-errors", NoticeCode::DiskErrors),
+        ("disk-stalled", NoticeCode::DiskStalled),
         ("replica-behind", NoticeCode::ReplicaBehind),
         ("disks-down", NoticeCode::DisksDown),
         ("filter-restarted", NoticeCode::FilterRestarted),
         ("tpm-died", NoticeCode::TpmDied),
         ("guest-panicked", NoticeCode::GuestPanicked),
         ("vm-not-adopted", NoticeCode::NotAdopted),
+        ("key-differs", NoticeCode::KeyDiffers),
     ] {
         // One for each disk, so that a second one raises an alarm too.
         let mut told: BTreeMap<String, Vec<&str>> = BTreeMap::new();
@@ -188,6 +190,12 @@ mod tests {
             told,
             [(code, "web", "one; two"), (code, "web/data", "data"), (code, "web/root", "root")]
         );
+        let code = NoticeCode::KeyDiffers;
+        let notices = vec![Notice { code, ..notice(None, "it stays") }];
+        let differs = VmState { notices, ..seen.clone() };
+        let raised = of_vm(&vm, &differs, &disks, None);
+        let told: Vec<_> = raised.iter().map(|it| (it.code, it.target.as_str())).collect();
+        assert_eq!(told, [("key-differs", "web")]);
         for (reason, power, expected) in [
             (StopReason::GuestPanicked, Power::Off, &["guest-panicked"][..]),
             (StopReason::GuestPanicked, Power::Running, &[]),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use sqlx::SqliteConnection;
 use tokio::sync::watch;
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::{DatastoreUsage, HostAgent};
+use vmseal_api::host::{DatastoreLocation, DatastoreUsage, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
@@ -27,7 +27,7 @@ const FULL_FROM: u64 = 85;
 /// The use below which the alarm is cleared, in percent: lower, so that it does not flap.
 const FULL_UNTIL: u64 = 80;
 
-/// The use at which the alarm says that guests are about to fail, in percent.
+/// The use at which the alarm says what guests are about to meet, in percent.
 const CRITICAL_FROM: u64 = 95;
 
 /// The change of free space that is written to the inventory, as a fraction of the capacity: each write is a
@@ -59,11 +59,14 @@ impl DatastoreMonitor {
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
         let (mut raised, mut changed, mut mounts) = (Vec::new(), Vec::new(), Vec::new());
+        let mut of_osds = Vec::new();
         for datastore in here {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools, mounted_key, mount } = &condition {
+            if let DatastoreCondition::Available { usage, pools, mounted_key, mount, osds } =
+                &condition
+            {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;
                 if news || has_changed(datastore.usage, *usage) {
@@ -73,10 +76,12 @@ impl DatastoreMonitor {
                 if datastore.on(self.host).is_some_and(other) {
                     mounts.push((datastore.id, mounted_key.clone(), mount.clone()));
                 }
+                let news = osds.filter(|told| datastore.is_news_of_osds(*told, self.host));
+                of_osds.extend(news.map(|told| (datastore.id, told)));
             }
             raised.extend(self.judge(&datastore, condition));
         }
-        if !changed.is_empty() || !mounts.is_empty() {
+        if !changed.is_empty() || !mounts.is_empty() || !of_osds.is_empty() {
             let mut write = self.store.write().await?;
             for (datastore, usage, pools) in changed {
                 store::datastores::set_usage(&mut write, datastore, usage).await?;
@@ -88,6 +93,9 @@ impl DatastoreMonitor {
                 let (key, mount) = (key.as_deref(), mount.as_ref());
                 store::datastores::set_mounted_key(&mut write, datastore, self.host, key).await?;
                 store::datastores::set_mount(&mut write, datastore, self.host, mount).await?;
+            }
+            for (datastore, told) in of_osds {
+                store::datastores::set_osds_told(&mut write, datastore, told, self.host).await?;
             }
             write.commit().await?;
         }
@@ -127,7 +135,7 @@ impl DatastoreMonitor {
                 let what = if used < CRITICAL_FROM {
                     "make room or move disks before thin disks run out of it"
                 } else {
-                    "guests with thin disks on it are about to get write errors; make room now"
+                    when_full(&datastore.on(self.host)?.location)
                 };
                 // In steps of five, so that small changes do not change the alarm.
                 alarm(
@@ -137,6 +145,18 @@ impl DatastoreMonitor {
             }
             DatastoreCondition::WrongMark { detail } => alarm("datastore-wrong", detail),
             DatastoreCondition::Unavailable { detail } => alarm("datastore-unavailable", detail),
+        }
+    }
+}
+
+/// What is about to happen in a datastore that is nearly full. A cluster keeps requests until there is room, where a file system refuses them.
+fn when_full(location: &DatastoreLocation) -> &'static str {
+    match location {
+        DatastoreLocation::Dir { .. } => {
+            "guests with thin disks or snapshots on it are about to get write errors; make room now"
+        }
+        DatastoreLocation::Rbd { .. } => {
+            "when it is full, guests with disks on it stand still at their writes until there is room; make room now"
         }
     }
 }
@@ -176,6 +196,7 @@ fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
     use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
     use vmseal_api::request::MoveVm;
     use vmseal_secret::sealed_box::Recipient;
@@ -235,6 +256,22 @@ mod tests {
         assert_eq!(free_shown(&fixture).await, before);
     }
 
+    /// Of a cluster that is full requests are not refused.
+    #[tokio::test]
+    async fn a_pool_that_is_nearly_full_has_guests_wait_and_a_directory_has_them_fail() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        fixture.agent.set_free(TIB / 100);
+        watch.round().await.unwrap();
+        assert_eq!(fixture.alarms().await.len(), 2);
+        for told in fixture.events("alarm.raised").await {
+            let waits = told.detail.contains("until there is room");
+            assert_eq!(waits, told.target == "ceph", "{told:?}");
+            assert_eq!(told.detail.contains("write errors"), !waits, "{told:?}");
+        }
+    }
+
     #[tokio::test]
     async fn another_ones_mark_is_an_alarm_and_a_hosts_silence_is_not_the_datastores() {
         let fixture = Fixture::new().await;
@@ -261,6 +298,55 @@ mod tests {
             let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
             assert_eq!(known.hosts[0].mounted_key.as_deref(), key);
         }
+    }
+
+    #[tokio::test]
+    async fn what_the_monitors_tell_of_osds_is_noted_and_silence_takes_nothing_back() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let unknown = |why| OsdEncryption::Unknown { why };
+        let (plain, encrypted) =
+            (OsdEncryption::No { osds: 3, plain: 3 }, OsdEncryption::Yes { osds: 3 });
+        for (told, noted) in [
+            (None, None),
+            (Some(unknown(OsdsUnknown::NoAnswer)), Some(unknown(OsdsUnknown::NoAnswer))),
+            (Some(plain), Some(plain)),
+            (Some(unknown(OsdsUnknown::NoAnswer)), Some(plain)),
+            (None, Some(plain)),
+            (Some(encrypted), Some(encrypted)),
+            // The user loses the right to ask.
+            (Some(unknown(OsdsUnknown::NotAllowed)), Some(unknown(OsdsUnknown::NotAllowed))),
+        ] {
+            fixture.agent.set_osds(told);
+            watch.round().await.unwrap();
+            let mut read = fixture.store.read().await.unwrap();
+            let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+            assert_eq!(known.osds.facts.told, noted, "after {told:?}");
+            let local = store::datastores::find(&mut read, "local").await.unwrap().unwrap();
+            assert_eq!(local.osds.facts.told, None, "a directory has no OSDs");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_host_that_may_not_ask_takes_nothing_back_that_another_one_was_told() {
+        let fixture = Fixture::new().await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let (other, _) = fixture.add_host("there").await;
+        let mut read = fixture.store.read().await.unwrap();
+        let mut ceph = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+        let earlier = OsdEncryption::Unknown { why: OsdsUnknown::EarlierVersion };
+        let (encrypted, more) = (OsdEncryption::Yes { osds: 3 }, OsdEncryption::Yes { osds: 4 });
+        assert!(ceph.is_news_of_osds(earlier, other));
+        ceph.osds.facts.told = Some(encrypted);
+        ceph.osds.told_by = Some(fixture.host);
+        assert!(!ceph.is_news_of_osds(encrypted, other));
+        assert!(!ceph.is_news_of_osds(earlier, other));
+        assert!(ceph.is_news_of_osds(more, other));
+        assert!(ceph.is_news_of_osds(earlier, fixture.host));
+        // A host that does not have the datastore any more says nothing again.
+        ceph.osds.told_by = Some(other);
+        assert!(ceph.is_news_of_osds(earlier, fixture.host));
     }
 
     /// A pool that keeps so many copies, and goes on with one less.

@@ -1,8 +1,9 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::{DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS};
 use vmseal_api::host::{
-    ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec, VmSpec,
+    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec,
+    VmSpec,
 };
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::SnapshotState;
@@ -32,6 +33,11 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
         snapshots: Vec::new(),
         images: None,
+        about: Some(AboutVm {
+            description: vm.description.clone(),
+            labels: vm.labels.clone(),
+            autostart: vm.autostart,
+        }),
     }
 }
 
@@ -76,7 +82,8 @@ pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec 
     let snapshots = if knows(SNAPSHOTS) { spec.snapshots } else { Vec::new() };
     let images = spec.images.filter(|_| knows(IMAGE_LAYOUTS));
     let hardware = if knows(PANIC) { spec.hardware } else { spec.hardware.without_crash() };
-    VmSpec { policy, snapshots, hardware, images, ..spec }
+    let about = spec.about.filter(|_| knows(ABOUT));
+    VmSpec { policy, snapshots, hardware, images, about, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.

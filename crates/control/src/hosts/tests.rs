@@ -124,6 +124,32 @@ async fn a_dead_filter_and_a_damaged_header_are_alarms() {
 }
 
 #[tokio::test]
+async fn a_disk_that_stalls_is_an_alarm_until_it_goes_on() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let (_, spec) = super::definition(&fixture.store, vm).await.unwrap().unwrap();
+    let disk = spec.disk_at(0).unwrap();
+    let stalled = |detail: &str| Notice {
+        code: NoticeCode::DiskStalled,
+        disk: Some(disk.disk),
+        detail: detail.to_owned(),
+    };
+    fixture.agent.notice(vm, stalled("a request has not ended"));
+    let target = format!("web/{}", disk.name);
+    alarm(&fixture, &format!("disk-stalled {target}")).await;
+    let raised = fixture.events("alarm.raised").await;
+    let told = raised.iter().find(|event| event.target == target).unwrap();
+    assert_eq!(told.detail, "disk-stalled: a request has not ended");
+    fixture.agent.withdraw(vm, NoticeCode::DiskStalled);
+    no_alarms(&fixture).await;
+    let cleared = fixture.events("alarm.cleared").await;
+    let ended = |target: &str| {
+        cleared.iter().any(|event| event.target == target && event.detail == "disk-stalled")
+    };
+    assert!(ended(&target), "{cleared:?}");
+}
+
+#[tokio::test]
 async fn starts_and_stops_have_one_event_even_across_restarts_of_the_server() {
     let mut fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
@@ -152,6 +178,7 @@ async fn vms_that_the_inventory_does_not_have_are_unregistered() {
         devices: Vec::new(),
         snapshots: Vec::new(),
         images: None,
+        about: None,
     };
     let ghost = spec.vm;
     fixture.agent.register_vm(spec).await.unwrap();

@@ -23,6 +23,8 @@ pub struct Wanted {
     pub at_rest: bool,
     /// Whether it is suspended, and stays so.
     pub suspended: bool,
+    /// Whether memory is compressed.
+    pub compresses: bool,
 }
 
 /// Describes a VM to another control plane.
@@ -60,7 +62,7 @@ pub async fn describe(
         encrypted: disk.encrypted,
         role: disk.role,
     };
-    let Wanted { policy, host, datastore, at_rest, .. } = wanted;
+    let Wanted { policy, host, datastore, at_rest, compresses, .. } = wanted;
     Ok(BeginArrival {
         vm: ArrivingVm {
             id: vm.id,
@@ -92,6 +94,7 @@ pub async fn describe(
         generation,
         at_rest,
         suspended,
+        compresses,
     })
 }
 

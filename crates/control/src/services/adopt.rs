@@ -5,20 +5,23 @@
 //! is authenticated with its key, and a task has its host open every disk with that key before the VM is in the
 //! inventory.
 
+mod rekeyed;
+
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use futures_util::StreamExt;
 use futures_util::stream;
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Adoption};
-use vmseal_api::datastore::{DatastoreContents, FoundImage, ImageContent};
+use vmseal_api::cloud_init::CLOUD_INIT_DISK;
+use vmseal_api::datastore::{DatastoreContents, FoundImage, HeaderRole, ImageContent};
+use vmseal_api::hardware::{Firmware, Hardware, TPM_DISK, VARIABLES_DISK};
 use vmseal_api::host::descriptor::{self, DescribedDisk, DescribedSnapshot, VmDescriptor};
 use vmseal_api::host::survey::{FoundDescriptor, FoundVm, HeaderDisk};
 use vmseal_api::host::{
-    DatastoreSpec, Device, DiskFacts, DiskSpec, DiskState, KeyReference, Power, SnapshotSpec,
-    VmSpec,
+    DatastoreSpec, Device, DiskFacts, DiskRole, DiskSpec, DiskState, KeyReference, Power,
+    SnapshotSpec, VmSpec,
 };
-use vmseal_api::id::{DatastoreId, DiskId, PolicyId, VmId, check_name};
-use vmseal_api::model::Lifecycle;
+use vmseal_api::id::{DatastoreId, DiskId, PolicyId, ProviderId, VmId, check_name};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::size::Size;
@@ -26,6 +29,7 @@ use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, Purpose, derive};
 use vmseal_secret::mac;
 
+use self::rekeyed::rekeyed;
 use super::Services;
 use super::caller::{Caller, Privilege};
 use super::datastores::{describes, find, reached};
@@ -54,12 +58,12 @@ struct Known {
     places: HashMap<DatastoreId, DatastoreSpec>,
     /// VMs by id.
     vms: HashMap<VmId, Vm>,
-    /// VMs that have another key than their descriptors name, with that one.
-    rekeyed: HashMap<VmId, Definition>,
+    /// VMs that have another key than their disks, with that one; or why it cannot be had.
+    rekeyed: HashMap<VmId, Result<Definition, String>>,
     /// The disks of the inventory, by id.
     disks: HashMap<DiskId, Placed>,
     policies: Vec<Policy>,
-    providers: HashSet<vmseal_api::id::ProviderId>,
+    providers: HashSet<ProviderId>,
     images: HashMap<(VmId, DiskId), FoundImage>,
 }
 
@@ -210,14 +214,18 @@ async fn completed(
         }
         Some((provider, key_id)) => Some(KeyReference { provider, key_id, check: String::new() }),
     };
-    let disk = |(index, image): (usize, &HeaderDisk)| DescribedDisk {
+    let (hardware, uses) = match by_roles(&images) {
+        Ok(by_roles) => by_roles,
+        Err(why) => return unusable(why),
+    };
+    let disk = |(image, (name, role)): (&HeaderDisk, (String, DiskRole))| DescribedDisk {
         disk: image.disk,
-        name: format!("disk{index}"),
+        name,
         size: image.size,
         encrypted: matches!(image.facts, DiskFacts::Luks2 { .. }),
         file: Some(format!("{}.raw", image.disk)),
         datastore: None,
-        role: Default::default(),
+        role,
         allocation: Default::default(),
         limits: Default::default(),
         cache: None,
@@ -232,51 +240,49 @@ async fn completed(
         memory: None,
         policy: None,
         key,
-        // Headers do not say it.
-        hardware: Default::default(),
-        disks: images.iter().enumerate().map(disk).collect(),
+        hardware,
+        disks: images.iter().zip(uses).map(disk).collect(),
         nics: Vec::new(),
         snapshots: Vec::new(),
+        about: Default::default(),
         mac: None,
     });
     let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
     Ok(FoundVm { vm, descriptor })
 }
 
-/// The VMs that the inventory has with another key than their descriptors name: they were recrypted after the backup from
-/// which it was restored. Only the key is taken from the descriptor.
-async fn rekeyed(
-    services: &Services,
-    known: &Known,
-    found: &[FoundVm],
-) -> Result<HashMap<VmId, Definition>, Problem> {
-    let mut rekeyed = HashMap::new();
-    for found in found {
-        let FoundDescriptor::Read { descriptor, .. } = &found.descriptor else { continue };
-        let Some(vm) = known.vms.get(&found.vm).filter(|vm| vm.lifecycle == Lifecycle::Ready)
-        else {
-            continue;
+/// What the headers of a VM's disks say of its machine, and the name and role of each disk. Without a header that says so, a disk is
+/// data, there is no TPM, and the firmware is a BIOS.
+fn by_roles(images: &[HeaderDisk]) -> Result<(Hardware, Vec<(String, DiskRole)>), String> {
+    let mut hardware = Hardware::default();
+    let mut uses: Vec<(String, DiskRole)> = Vec::new();
+    let mut count = 0;
+    for image in images {
+        let (name, role) = match image.role {
+            HeaderRole::Data => {
+                count += 1;
+                (format!("disk{}", count - 1), DiskRole::Data)
+            }
+            HeaderRole::CloudInit => (CLOUD_INIT_DISK.to_owned(), DiskRole::CloudInit),
+            HeaderRole::UefiVariables => {
+                hardware.firmware = Firmware::Uefi;
+                (VARIABLES_DISK.to_owned(), DiskRole::UefiVariables)
+            }
+            HeaderRole::SecureBootVariables => {
+                hardware.firmware = Firmware::UefiSecureBoot;
+                (VARIABLES_DISK.to_owned(), DiskRole::UefiVariables)
+            }
+            HeaderRole::Tpm => {
+                hardware.tpm = true;
+                (TPM_DISK.to_owned(), DiskRole::Tpm)
+            }
         };
-        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.on.host {
-            continue;
+        if uses.iter().any(|(known, _)| *known == name) {
+            return Err(format!("the headers of two of its disks say '{name}', and a VM has one"));
         }
-        let Some(key) = descriptor.key.as_ref().filter(|key| Some(*key) != vm.key.as_ref()) else {
-            continue;
-        };
-        let Some((vm, spec)) = crate::hosts::definition(&services.store, vm.id).await? else {
-            continue;
-        };
-        let definition = Definition {
-            spec: VmSpec { key: Some(key.clone()), ..spec },
-            host: vm.host,
-            host_name: vm.host_name,
-            policy: vm.policy,
-            policy_name: vm.policy_name,
-            replaces: vm.key,
-        };
-        rekeyed.insert(vm.id, definition);
+        uses.push((name, role));
     }
-    Ok(rekeyed)
+    Ok((hardware, uses))
 }
 
 /// What the datastore has of a VM of the inventory that is newer than what the inventory says of it, for people: disks that
@@ -343,7 +349,12 @@ fn judge(
         line.newer = newer(known, &found);
         let definition = known.rekeyed.get(&found.vm).cloned();
         return match (found.descriptor, definition) {
-            (FoundDescriptor::Read { descriptor, .. }, Some(definition)) => {
+            (_, Some(Err(why))) => {
+                line.status = AdoptStatus::Refused;
+                line.detail = why;
+                (line, None)
+            }
+            (FoundDescriptor::Read { descriptor, .. }, Some(Ok(definition))) => {
                 line.status = AdoptStatus::Refused;
                 line.key_id = definition.spec.key.as_ref().map(|key| key.key_id.clone());
                 (line, Some(Box::new(Candidate { descriptor: *descriptor, definition })))
@@ -443,6 +454,7 @@ fn define(
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: descriptor.snapshots.iter().map(|it| snapshot(descriptor, it)).collect(),
             images: None,
+            about: Some(descriptor.about.clone()),
         },
         host: known.on.host,
         host_name: known.on.host_name.clone(),
@@ -624,6 +636,10 @@ async fn check_candidate(
             check_nics(services, &definition.spec).await?;
             let (spec, host) = (&definition.spec, &definition.host_name);
             hardware::examine(services, definition.host, host, &spec.hardware).await?;
+        }
+        if definition.replaces.is_some() && definition.spec.key != descriptor.key {
+            // Of the headers nothing but the key is taken, and it opens every disk before it is.
+            return Ok("");
         }
         check_key(services, caller, request, &descriptor).await
     };

@@ -28,7 +28,7 @@ use super::vms::{
     require_no_template, require_ready, word,
 };
 use super::{
-    Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
+    Outcome, PageRequest, Services, features, image_layouts, osds, redundancy, temporary_snapshot,
 };
 use crate::hosts::mounted;
 use crate::operation::{Definition, Operation};
@@ -548,7 +548,8 @@ async fn restore_deleted(
     begun.map(|begun| warned(begun, &manifest, "the VM will not have it"))
 }
 
-/// Refuses disks in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
+/// Refuses disks in places that are not as the VM's policy has them: pools of Ceph with open connections, without encrypted OSDs,
+/// or with less redundancy.
 async fn require_places(
     services: &Services,
     write: &mut Write<'_>,
@@ -558,6 +559,7 @@ async fn require_places(
     let policy = policies::find(write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", vm.policy.to_string()))?;
     mounted::require_messenger(write, &policy, vm.host, made).await?;
+    osds::require(write, &policy, made).await?;
     image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
     redundancy::require(write, &policy, made).await
 }
@@ -619,6 +621,7 @@ pub(crate) async fn define(
             devices: disks.into_iter().map(Device::Disk).chain(nics).collect(),
             snapshots: Vec::new(),
             images: Some(policy.image_layout),
+            about: None,
         },
         host: backup.host,
         host_name: backup.host_name.clone(),

@@ -6,7 +6,7 @@ use sqlx::SqliteConnection;
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, SERIAL_MAX, check_caches};
 use vmseal_api::hardware::{Hardware, TPM_DISK, VARIABLES_DISK};
-use vmseal_api::host::{DatastoreSpec, DiskRole, ImageSource, NewDisk, NicSpec};
+use vmseal_api::host::{DatastoreSpec, DiskRole, DiskSpec, ImageSource, NewDisk, NicSpec};
 use vmseal_api::id::{DiskId, HostId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -19,7 +19,9 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
+use super::{
+    Outcome, Services, cloud_init, hardware, image_layouts, osds, redundancy, room, usage,
+};
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
@@ -71,7 +73,8 @@ pub async fn create(
         made.extend(cloud_init::disk(&made, policy.encryption));
     }
     let for_cloud_init = made.last().map(|disk| disk.id);
-    made.extend(hardware::variables(hardware.firmware, &made, policy.encryption));
+    let taken = request.uefi_variables.as_deref();
+    made.extend(hardware::variables(hardware.firmware, &made, policy.encryption, taken));
     made.extend(hardware::tpm(&hardware, &made));
     let vm = vms::Vm {
         id,
@@ -250,6 +253,9 @@ async fn ask_host(
     hardware: &Hardware,
 ) -> Result<Option<String>, Problem> {
     hardware::examine(services, host.id, &host.name, hardware).await?;
+    if request.uefi_variables.is_some() {
+        hardware::require_taking(services, host.id, &host.name).await?;
+    }
     match &request.cloud_init {
         Some(_) => Ok(Some(cloud_init::key_box(services, host.id, &host.name).await?)),
         None => Ok(None),
@@ -278,13 +284,24 @@ pub(super) async fn examine_disks(
     let agent = services.hosts.connected(vm.host)?;
     let spec = crate::hosts::spec_of(vm, made, cards);
     for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
-        let (disk, source) = (disk.clone(), made.image.clone());
-        agent.examine_disk(NewDisk { disk, source }).await.map_err(|problem| Problem {
-            field: problem.field.map(|field| format!("disks[{index}].{field}")),
+        let new = new_disk(disk, made.image.clone(), &vm.hardware);
+        let takes_variables = new.firmware.is_some();
+        agent.examine_disk(new).await.map_err(|problem| Problem {
+            // No disk of the request has it.
+            field: problem.field.map(|field| match takes_variables {
+                true => field,
+                false => format!("disks[{index}].{field}"),
+            }),
             ..problem
         })?;
     }
     Ok(())
+}
+
+/// A disk as its host is asked about it.
+fn new_disk(disk: &DiskSpec, source: Option<ImageSource>, hardware: &Hardware) -> NewDisk {
+    let takes = disk.role == DiskRole::UefiVariables && source.is_some();
+    NewDisk { disk: disk.clone(), source, firmware: takes.then_some(hardware.firmware) }
 }
 
 fn check(request: &CreateVm) -> Result<(), Problem> {
@@ -300,6 +317,7 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     super::nics::check(&request.nics)?;
     let mut names = HashSet::new();
     hardware::check(&request.hardware, request.memory)?;
+    hardware::check_variables(request.uefi_variables.as_deref(), request.hardware.firmware)?;
     hardware::check_network_boot(&request.hardware.boot, request.nics.len())
         .map_err(|what| Problem::invalid("hardware.boot", what))?;
     let reserved = [
@@ -454,6 +472,9 @@ pub(super) async fn place(
         });
     }
     mounted::require_messenger(write, policy, host.id, &made)
+        .await
+        .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
+    osds::require(write, policy, &made)
         .await
         .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
     redundancy::require(write, policy, &made)

@@ -18,7 +18,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, Services, datastore_keys};
+use super::{Outcome, Services, datastore_keys, datastores as service};
 use crate::hosts::{is_silence, pool_keys};
 use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::events::NewEvent;
@@ -52,17 +52,10 @@ pub(super) async fn set(
     dry_run: bool,
 ) -> Result<Outcome<(Datastore, Vec<String>)>, Problem> {
     caller.require(Privilege::ManageDatastores)?;
-    let way = SetDatastore { key: None, ..request.clone() };
-    match &request.key {
-        Some(key) if way == SetDatastore::default() => {
-            let request = SetDatastoreKey { key: key.clone(), force: false };
-            return datastore_keys::set(services, caller, name, request, dry_run).await;
-        }
-        None if way == SetDatastore::default() => {
-            let what = "say what is to be changed: monitors, user, messenger, keyring or key";
-            return Err(Problem::new(ErrorCode::InvalidRequest, what));
-        }
-        _ => {}
+    let other = SetDatastore { key: None, ..request.clone() };
+    if let Some(key) = request.key.as_ref().filter(|_| other == SetDatastore::default()) {
+        let request = SetDatastoreKey { key: key.clone(), force: false };
+        return datastore_keys::set(services, caller, name, request, dry_run).await;
     }
     let before = datastores::find(&mut *services.store.read().await?, name).await?;
     let before = before.ok_or_else(|| Problem::not_found("datastore", name))?;
@@ -70,7 +63,12 @@ pub(super) async fn set(
     let keys = keys(services, name, &before, &request).await?;
     let said = described(&before.hosts, &changed, keys.new.is_some());
     if said.is_empty() {
-        return Ok(nothing_to_do(before, dry_run));
+        let stated = request.osd_encryption;
+        if stated.is_none() {
+            return Ok(nothing_to_do(before, dry_run));
+        }
+        let set = service::state_osds(services, caller, name, stated, dry_run).await?;
+        return Ok(set.map(|datastore| (datastore, Vec::new())));
     }
     for on in &changed {
         require(services, on)?;
@@ -87,18 +85,24 @@ pub(super) async fn set(
         let wrapped = pool_keys::wrapped(&services.data_dir, before.id, key)?;
         store_keys::set(&mut write, before.id, &wrapped).await?;
     }
+    let of_osds = request.osd_encryption.map(service::said_of_osds);
+    if let Some(stated) = request.osd_encryption {
+        datastores::set_osds_stated(&mut write, before.id, stated.stated()).await?;
+    }
     let names: Vec<_> = changed.iter().map(|on| format!("'{}'", on.host_name)).collect();
     let (said, names) = (said.join(", "), names.join(", "));
     let (kind, target) = ("datastore.set", before.name.as_str());
-    let detail = format!("{said}; tried on hosts {names}");
+    let noted = of_osds.map_or_else(String::new, |noted| format!("; {noted}"));
+    let detail = format!("{said}; tried on hosts {names}{noted}");
     write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
     if dry_run {
-        let steps = vec![
+        let mut steps = vec![
             format!("reach the pool by {said}, which works on hosts {names}"),
             format!(
                 "leave it mounted as it is until hosts mount it anew (vmseal datastore remount {target})"
             ),
         ];
+        steps.extend(of_osds.map(|noted| format!("note that {noted}")));
         return Ok(Outcome::Planned(plan(target, steps)));
     }
     let now = datastores::find(&mut write, &before.id.to_string()).await?;

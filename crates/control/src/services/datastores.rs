@@ -13,6 +13,7 @@ use vmseal_api::host::version::{
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
+use vmseal_api::osd_encryption::{OsdFacts, StatedOsds};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
 use vmseal_secret::SecretBytes;
@@ -21,12 +22,15 @@ use super::caller::{Caller, Privilege};
 use super::scan::compare;
 use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of};
 use crate::hosts::pool_keys;
-use crate::store::datastores::OnHost;
+use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
 use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks};
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
+
+/// Why nothing is stated of the OSDs of a directory.
+const NO_OSDS: &str = "is of pools of Ceph: a directory has no OSDs";
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
     let shown_on = |on: OnHost| {
@@ -44,6 +48,7 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
         });
         DatastoreHost { host: on.host_name, location: on.location, mounted_key, mounted }
     };
+    let is_pool = datastore.hosts.iter().any(|on| on.location.pool().is_some());
     let hosts = datastore.hosts.into_iter().map(shown_on).collect();
     Datastore {
         id: datastore.id,
@@ -52,6 +57,7 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
         usage: datastore.usage,
         key: datastore.key,
         pools: datastore.pools,
+        osd_encryption: is_pool.then_some(datastore.osds.facts),
     }
 }
 
@@ -224,6 +230,9 @@ pub async fn add(
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     check_location(&request.location)?;
     let request = AddDatastore { location: request.location.asked(), ..request };
+    if request.osd_encryption.is_some() && request.location.pool().is_none() {
+        return Err(Problem::invalid("osd_encryption", NO_OSDS));
+    }
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),
@@ -288,12 +297,14 @@ async fn add_to(
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec.clone()).await?;
-    let (pools, mounted_key, mount) = match agent.measure_datastore(spec).await? {
-        DatastoreCondition::Available { pools, mounted_key, mount, .. } => {
-            (pools, mounted_key, mount)
+    let (pools, mounted_key, mount, told) = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, mounted_key, mount, osds, .. } => {
+            (pools, mounted_key, mount, osds)
         }
-        _ => (Vec::new(), None, None),
+        _ => (Vec::new(), None, None, None),
     };
+    let stated = request.osd_encryption.and_then(StatedOsds::stated);
+    let told_by = told.map(|_| host.id);
     let wrapped = key.map(|key| pool_keys::wrapped(&services.data_dir, id, key)).transpose()?;
     let datastore = datastores::Datastore {
         id,
@@ -308,6 +319,7 @@ async fn add_to(
         usage: Some(usage),
         pools,
         key: wrapped.as_ref().and_then(|key| key.fingerprint.clone()),
+        osds: Osds { facts: OsdFacts { stated, told }, told_by },
     };
     let mut write = services.store.write().await?;
     datastores::insert(&mut write, &datastore).await?;
@@ -340,7 +352,8 @@ pub async fn set_key(
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
 }
 
-/// Changes how hosts get to a pool of Ceph, once each of them has tried it.
+/// Changes what is stated of the OSDs of a pool's cluster, and how hosts get to the pool, once each of them has tried it. Guests that run go
+/// on.
 pub async fn set(
     services: &Services,
     caller: &Caller,
@@ -348,8 +361,56 @@ pub async fn set(
     request: SetDatastore,
     dry_run: bool,
 ) -> Result<Outcome<RekeyedDatastore>, Problem> {
-    let set = datastore_ways::set(services, caller, name, request, dry_run).await?;
+    let other = SetDatastore { osd_encryption: None, ..request.clone() };
+    let set = if other == SetDatastore::default() {
+        let stated = request.osd_encryption;
+        let set = state_osds(services, caller, name, stated, dry_run).await?;
+        set.map(|datastore| (datastore, Vec::new()))
+    } else {
+        datastore_ways::set(services, caller, name, request, dry_run).await?
+    };
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
+}
+
+/// What is noted of a cluster's OSDs, for people.
+pub(super) fn said_of_osds(stated: StatedOsds) -> &'static str {
+    match stated {
+        StatedOsds::Yes => "the OSDs of its cluster are stated to be encrypted",
+        StatedOsds::No => "the OSDs of its cluster are stated not to be encrypted",
+        StatedOsds::Ask => "its cluster is asked whether its OSDs are encrypted",
+    }
+}
+
+/// Changes what is stated of the OSDs of a pool's cluster, and nothing else.
+pub(super) async fn state_osds(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    stated: Option<StatedOsds>,
+    dry_run: bool,
+) -> Result<Outcome<datastores::Datastore>, Problem> {
+    caller.require(Privilege::ManageDatastores)?;
+    let mut write = services.store.write().await?;
+    let datastore = datastores::find(&mut write, name).await?;
+    let datastore = datastore.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let Some(stated) = stated else {
+        let detail = "must be given, or what else is to be changed: monitors, user, messenger, keyring or key";
+        return Err(Problem::invalid("osd_encryption", detail));
+    };
+    if datastore.hosts.iter().all(|on| on.location.pool().is_none()) {
+        return Err(Problem::invalid("osd_encryption", NO_OSDS));
+    }
+    let (kind, target) = ("datastore.changed", datastore.name.as_str());
+    let detail = said_of_osds(stated);
+    datastores::set_osds_stated(&mut write, datastore.id, stated.stated()).await?;
+    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
+    if dry_run {
+        return Ok(Outcome::planned("datastore.set", target, format!("note that {detail}")));
+    }
+    let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
+    let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
+    write.commit().await?;
+    Ok(Outcome::Done(now))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use uuid::Uuid;
 use vmseal_api::filter::ReplicaStatus;
-use vmseal_api::host::version::SNAPSHOT_EXPORT;
+use vmseal_api::host::version::{EXPOSE_KEPT, SNAPSHOT_EXPORT};
 use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
+use vmseal_api::id::SnapshotId;
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ExportDisk;
@@ -24,7 +25,7 @@ use crate::store::events::NewEvent;
 use crate::store::exposures::{self, Exposed};
 use crate::store::tasks::Task as StoredTask;
 use crate::store::vms::Vm;
-use crate::store::{Store, StoreError, tasks};
+use crate::store::{Store, StoreError, Write, tasks};
 use crate::tasks::Engine;
 
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
@@ -54,12 +55,7 @@ pub async fn export(
     }
     let pace = super::tasks::work_pace(services, &vm, request.rate)?;
     let mut write = services.store.write().await?;
-    let snapshot = snapshots::chosen(&mut write, &vm, request.snapshot.as_deref()).await?;
-    if snapshot.as_ref().is_some_and(|snapshot| !snapshot.disks.contains(&disk.id)) {
-        let detail = format!("keeps nothing of disk '{}'", disk.name);
-        return Err(Problem::invalid("snapshot", detail));
-    }
-    let snapshot = snapshot.map(|snapshot| snapshot.id);
+    let snapshot = kept(&mut write, &vm, &disk, request.snapshot.as_deref()).await?;
     let detail = told(&vm, &disk, &request);
     let event =
         NewEvent { kind: "disk.export", actor: caller.name(), target: &vm.name, detail: &detail };
@@ -87,14 +83,29 @@ pub async fn export(
     Ok(Outcome::Done(shown))
 }
 
+/// The snapshot that a request names, which keeps something of the disk, if it names one.
+async fn kept(
+    write: &mut Write<'_>,
+    vm: &Vm,
+    disk: &Disk,
+    name: Option<&str>,
+) -> Result<Option<SnapshotId>, Problem> {
+    let snapshot = snapshots::chosen(write, vm, name).await?;
+    if snapshot.as_ref().is_some_and(|snapshot| !snapshot.disks.contains(&disk.id)) {
+        let detail = format!("keeps nothing of disk '{}'", disk.name);
+        return Err(Problem::invalid("snapshot", detail));
+    }
+    Ok(snapshot.map(|snapshot| snapshot.id))
+}
+
 /// Exposes a disk over NBD, or opens a connection to one that is exposed already. A disk of a running VM is exposed
-/// read-only.
+/// read-only, and so is what a snapshot keeps, and ciphertext.
 pub async fn expose(
     services: &Services,
     caller: &Caller,
     vm: &str,
     disk: &str,
-    what: Exposing,
+    what: Exposing<&str>,
 ) -> Result<(ConsoleStream, Option<Exposure>), Problem> {
     caller.require(Privilege::DirectAccess)?;
     let (vm, disk) = find(services, vm, disk).await?;
@@ -103,21 +114,60 @@ pub async fn expose(
         require_no_template(&vm)?;
         require_not_sent(services, &vm).await?;
     }
-    let stream = opened(services, &vm, &disk, what).await?;
-    if let Exposing::Hold { writable } = what {
-        let mut write = services.store.write().await?;
-        let how = if writable { "to be read and changed" } else { "read-only" };
-        let detail = format!("disk '{}' over NBD, {how}, IN THE CLEAR", disk.name);
-        let (kind, target) = ("disk.exposed", vm.name.as_str());
-        write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
-        let actor = caller.name().to_owned();
-        let exposed = Exposed { id: Uuid::now_v7(), vm: vm.name, disk: disk.name, actor };
-        exposures::insert(&mut write, &exposed).await?;
-        write.commit().await?;
-        let store = Arc::clone(&services.store);
-        return Ok((stream, Some(Exposure { store, exposed, since: Instant::now() })));
+    let of_host = as_of_host(services, &vm, &disk, what).await?;
+    let stream = opened(services, &vm, &disk, of_host).await?;
+    if what == Exposing::Connect {
+        return Ok((stream, None));
     }
-    Ok((stream, None))
+    let mut write = services.store.write().await?;
+    let detail = told_exposed(&disk, what);
+    let (kind, target) = ("disk.exposed", vm.name.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+    let actor = caller.name().to_owned();
+    let exposed = Exposed { id: Uuid::now_v7(), vm: vm.name, disk: disk.name, actor };
+    exposures::insert(&mut write, &exposed).await?;
+    write.commit().await?;
+    let store = Arc::clone(&services.store);
+    Ok((stream, Some(Exposure { store, exposed, since: Instant::now() })))
+}
+
+/// What its host is asked for.
+async fn as_of_host(
+    services: &Services,
+    vm: &Vm,
+    disk: &Disk,
+    what: Exposing<&str>,
+) -> Result<Exposing, Problem> {
+    let name = match what {
+        Exposing::Hold { writable } => return Ok(Exposing::Hold { writable }),
+        Exposing::Connect => return Ok(Exposing::Connect),
+        Exposing::HoldKept { snapshot, .. } => Some(snapshot),
+        Exposing::HoldSealed => None,
+    };
+    let sealed = what.is_sealed();
+    if sealed && !disk.encrypted {
+        let detail = format!("disk '{}' is not encrypted: expose it as it is", disk.name);
+        return Err(Problem::invalid("sealed", detail));
+    }
+    // An earlier agent would not see the difference, and expose what the disk holds now in the clear.
+    features::require(services, vm, EXPOSE_KEPT, "expose what a snapshot keeps, or ciphertext")?;
+    let snapshot = kept(&mut services.store.write().await?, vm, disk, name).await?;
+    Ok(match snapshot {
+        Some(snapshot) => Exposing::HoldKept { snapshot, sealed },
+        None => Exposing::HoldSealed,
+    })
+}
+
+/// The detail of the event about a disk that is exposed.
+fn told_exposed(disk: &Disk, what: Exposing<&str>) -> String {
+    let kept = match what {
+        Exposing::HoldKept { snapshot, .. } => format!(" at snapshot '{snapshot}'"),
+        _ => String::new(),
+    };
+    let changed = matches!(what, Exposing::Hold { writable: true });
+    let how = if changed { "to be read and changed" } else { "read-only" };
+    let key = if what.is_sealed() { "still under the VM's key" } else { "IN THE CLEAR" };
+    format!("disk '{}'{kept} over NBD, {how}, {key}", disk.name)
 }
 
 /// Refuses a VM that is off and on its way to another control plane. Its host refuses as well, unless its agent has restarted since the
@@ -178,7 +228,7 @@ pub(crate) async fn end_exposures(store: &Store) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Opens the exposure on the host; if its agent has restarted, registers the VM and delivers its key first.
+/// Opens the exposure on the host; if its agent has restarted, registers the VM first, and delivers its key where that is needed.
 async fn opened(
     services: &Services,
     vm: &Vm,
@@ -187,8 +237,14 @@ async fn opened(
 ) -> Result<ConsoleStream, Problem> {
     let agent = services.hosts.connected(vm.host)?;
     match agent.expose_disk(vm.id, disk.id, what).await {
+        // Ciphertext is exposed without the key.
+        Err(problem) if what.is_sealed() && problem.code == ErrorCode::NotFound => {
+            crate::hosts::register(&services.store, &services.hosts, vm.id).await?;
+            agent.expose_disk(vm.id, disk.id, what).await
+        }
         Err(problem)
-            if what != Exposing::Connect
+            if !what.is_sealed()
+                && what != Exposing::Connect
                 && matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) =>
         {
             services.hosts.prepare(vm.id, Purpose::Open).await?;

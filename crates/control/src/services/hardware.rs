@@ -1,5 +1,6 @@
 //! The machine of a new VM: takes what the user asks for, and checks whether the host has it.
 
+use std::path::Path;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -8,10 +9,11 @@ use vmseal_api::boot::{BootDevice, NO_DRIVE};
 use vmseal_api::hardware::{
     Firmware, Hardware, TPM_DISK, TPM_DISK_SIZE, VARIABLES_DISK, VARIABLES_SIZE,
 };
-use vmseal_api::host::version::{CDROM, HARDWARE, PANIC, TPM};
-use vmseal_api::host::{Allocation, DiskLimits, DiskRole, NicSpec};
+use vmseal_api::host::version::{CDROM, HARDWARE, PANIC, TAKE_VARIABLES, TPM};
+use vmseal_api::host::{Allocation, DiskLimits, DiskRole, ImageSource, NicSpec};
 use vmseal_api::id::{DiskId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::transfer::ImageFormat;
 
 use super::Services;
 use crate::store::disks::Disk;
@@ -73,11 +75,53 @@ fn no_drives(host: &str, version: &str, field: &str) -> Problem {
     Problem { field: Some(field.to_owned()), ..Problem::new(ErrorCode::Unsupported, detail) }
 }
 
-/// The disk for the variables of a firmware that has any; it is `encrypted` as its VM is, also where the first disk is in the clear.
-pub(super) fn variables(firmware: Firmware, others: &[Disk], encrypted: bool) -> Option<Disk> {
+/// Checks that a VM with this firmware may begin with the variables of a file.
+pub(super) fn check_variables(file: Option<&Path>, firmware: Firmware) -> Result<(), Problem> {
+    let Some(file) = file else { return Ok(()) };
+    if !firmware.has_variables() {
+        let detail = "is for a VM with UEFI, and a BIOS has no variables: leave it out, or choose the firmware uefi";
+        return Err(Problem::invalid("uefi_variables", detail));
+    }
+    if !file.is_absolute() {
+        return Err(Problem::invalid("uefi_variables", "must be an absolute path"));
+    }
+    Ok(())
+}
+
+/// Refuses to take variables from a file where the host's agent does not know how: it would refuse the disk.
+pub(super) async fn require_taking(
+    services: &Services,
+    host: HostId,
+    host_name: &str,
+) -> Result<(), Problem> {
+    let description = services.hosts.connected(host)?.describe().await?;
+    if description.features.iter().any(|feature| feature == TAKE_VARIABLES) {
+        return Ok(());
+    }
+    let detail = format!(
+        "host '{host_name}' runs vmseal {}, which begins with new variables in any case: upgrade it",
+        description.vmseal
+    );
+    let field = Some("uefi_variables".to_owned());
+    Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) })
+}
+
+/// The disk for the variables of a firmware that has any, with what a file of the host has where one is named. It is `encrypted`
+/// as its VM is, also where the first disk is in the clear.
+pub(super) fn variables(
+    firmware: Firmware,
+    others: &[Disk],
+    encrypted: bool,
+    file: Option<&Path>,
+) -> Option<Disk> {
     let first = others.first().filter(|_| firmware.has_variables())?;
     let disk = beside(first, VARIABLES_DISK, VARIABLES_SIZE, DiskRole::UefiVariables);
-    Some(Disk { encrypted, ..disk })
+    let image = file.map(|file| ImageSource {
+        path: file.to_owned(),
+        format: ImageFormat::Raw,
+        force: false,
+    });
+    Some(Disk { encrypted, image, ..disk })
 }
 
 /// The disk for the key of a TPM.

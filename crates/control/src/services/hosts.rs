@@ -56,6 +56,7 @@ async fn drain_of(from: &mut SqliteConnection, host: HostId) -> Result<Option<Dr
         parallel: drain.parallel,
         stop_others: drain.stop_others,
         rate: drain.rate,
+        compress: drain.compress,
         vms: vms.collect(),
     }))
 }

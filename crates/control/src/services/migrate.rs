@@ -18,19 +18,27 @@ use vmseal_api::size::Size;
 mod at_rest;
 mod copies;
 mod kept;
+mod key;
+mod medium;
 mod remote;
 
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
+pub(super) use self::key::require_key_or_wait;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
+use crate::hosts::keys::Purpose;
 use crate::hosts::{definition_with, is_silence};
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
 use crate::store::{self, Part, StoreError, Write, policies, tasks, vms};
+
+/// The oldest QEMU that comes back to a filter which is replaced while the guest does not use its disks, as one that is paused does
+/// not (docs/decisions/020). An older one would lose these disks.
+const QEMU_COMES_BACK: &str = "9.0";
 
 /// Why a VM cannot go to a host that is full.
 const NO_ROOM: &str = "it has not enough free memory";
@@ -46,6 +54,8 @@ pub(super) struct Fit {
     downtime_milliseconds: Option<u32>,
     /// Where it gets copies of disks on datastores that it does not have; none where there are no such disks.
     copies: Option<Copies>,
+    /// Whether memory is compressed.
+    compresses: bool,
 }
 
 /// Moves a VM to another host, while it runs or while it is off or suspended. Without a host, one with the most free memory is chosen.
@@ -81,6 +91,7 @@ pub async fn migrate(
     if request.remote.is_some() {
         // What is said below of replicas is not enough to have it go there.
         remote::require_no_replica(&vm, &disks)?;
+        medium::require_none(&vm)?;
     }
     require_movable(&vm, &disks)?;
     require_sendable(services, &vm)?;
@@ -99,10 +110,7 @@ pub async fn migrate(
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
     let promised = Promised::read(&mut *services.store.read().await?).await?;
-    if request.compress {
-        let what = "compress memory for another host";
-        features::require(services, &vm, MIGRATE_COMPRESSED, what)?;
-    }
+    require_compression(services, &vm, request.compress)?;
     let (place, compresses) = (request.datastore.as_deref(), request.compress);
     let asked = Asked { promised: &promised, place, compresses };
     let (fit, refused) = match &request.host {
@@ -114,12 +122,12 @@ pub async fn migrate(
         }
         None => choose(services, &vm, &disks, &asked, None).await?,
     };
+    key::require(services, &vm, Purpose::Open).await?;
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
     let mut operation = operation(&vm, &fit);
-    if let Operation::MigrateVm { downtime_milliseconds, compresses, .. } = &mut operation {
+    if let Operation::MigrateVm { downtime_milliseconds, .. } = &mut operation {
         *downtime_milliseconds = request.downtime_milliseconds.or(*downtime_milliseconds);
-        *compresses = request.compress;
     }
     let begun = begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await?;
     Ok(match begun {
@@ -164,7 +172,7 @@ pub(super) fn operation(vm: &Vm, fit: &Fit) -> Operation {
         encrypted: fit.encrypted,
         datastore,
         downtime_milliseconds: fit.downtime_milliseconds,
-        compresses: false,
+        compresses: fit.compresses,
     }
 }
 
@@ -247,7 +255,35 @@ pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Probl
     if must_be_encrypted(vm) {
         features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
     }
-    Ok(())
+    require_use_of_disks(services, vm)
+}
+
+/// Refuses to compress memory where the VM's host does not know how.
+pub(super) fn require_compression(
+    services: &Services,
+    vm: &Vm,
+    compresses: bool,
+) -> Result<(), Problem> {
+    if !compresses {
+        return Ok(());
+    }
+    features::require(services, vm, MIGRATE_COMPRESSED, "compress memory for another host")
+}
+
+/// Refuses a VM that is paused where its host's QEMU cannot send it so. What its guest does otherwise only the host knows.
+fn require_use_of_disks(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    let view = services.hosts.view(vm.host);
+    let is_paused = view.vm(vm.id).is_some_and(|seen| seen.power == Power::Paused);
+    let qemu = view.description.as_ref().map_or("", |here| here.qemu.as_str());
+    let is_known = qemu.starts_with(|first: char| first.is_ascii_digit());
+    if !is_paused || !is_known || !older(qemu, QEMU_COMES_BACK) {
+        return Ok(());
+    }
+    let detail = format!(
+        "VM '{0}' is paused, and its host '{1}' has QEMU {qemu}: before {QEMU_COMES_BACK}, QEMU sends no guest that does not use its disks. Unpause it first (vmseal vm unpause {0})",
+        vm.name, vm.host_name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Whether what the VM is sent with is encrypted.
@@ -283,22 +319,12 @@ pub(super) fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
 
 /// Refuses what does not move with a VM that runs.
 pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
-    let refuse =
-        |what: String| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
-    if let Some(path) = vm.hardware.medium() {
-        return refuse(format!(
-            "has {} in its CD-ROM drive, which is a file of its host: eject it first (vmseal vm cdrom eject {})",
-            path.display(),
-            vm.name
-        ));
-    }
-    match disks.iter().find(|disk| disk.replica.is_some()) {
-        Some(disk) => refuse(format!(
-            "has a replica of its disk '{}', which would stay behind: stop it first",
-            disk.name
-        )),
-        None => Ok(()),
-    }
+    let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) else { return Ok(()) };
+    let detail = format!(
+        "VM '{}' has a replica of its disk '{}', which would stay behind: stop it first",
+        vm.name, disk.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// What else a host must have for a VM.
@@ -436,11 +462,13 @@ async fn fits(
         };
         return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
     }
+    medium::require_same(services, vm, &host, &*agent).await?;
     examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
     let encrypted = is_encrypted(services, vm, &host);
     let downtime_milliseconds =
         downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
-    Ok(Fit { host, free, encrypted, downtime_milliseconds, copies })
+    let compresses = asked.compresses;
+    Ok(Fit { host, free, encrypted, downtime_milliseconds, copies, compresses })
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware.

@@ -19,7 +19,7 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
 use super::vms::{check_key, find, plan, power, require_ready, word};
-use super::{Outcome, Services, features, image_layouts, redundancy, room};
+use super::{Outcome, Services, features, image_layouts, osds, redundancy, room};
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::disks::Disk;
@@ -472,7 +472,8 @@ async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<us
     Ok(count)
 }
 
-/// Refuses copies in places that are not as the VM's policy has them: pools of Ceph with open connections, or with less redundancy.
+/// Refuses copies in places that are not as the VM's policy has them: pools of Ceph with open connections, without encrypted OSDs,
+/// or with less redundancy.
 async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Problem> {
     let copies: Vec<Disk> = wanted.disks().map(|disk| wanted.copy(disk)).collect();
     let mut read = services.store.read().await?;
@@ -482,6 +483,7 @@ async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Prob
     };
     let Some(policy) = policy else { return Ok(()) };
     mounted::require_messenger(&mut read, &policy, wanted.vm.host, &copies).await?;
+    osds::require(&mut read, &policy, &copies).await?;
     if !wanted.operation.is_in_place() {
         let host = (wanted.vm.host, wanted.vm.host_name.as_str());
         image_layouts::require(services, host, &policy, &copies)?;

@@ -6,8 +6,8 @@ use vmseal_api::model::About;
 use vmseal_api::passphrase::{SealedPassphrase, passphrase_info};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{
-    ARRIVALS, ARRIVALS_AT_REST, ARRIVALS_KEPT, ARRIVALS_SUSPENDED, ARRIVALS_TPM_AT_REST,
-    ARRIVING_SNAPSHOTS,
+    ARRIVALS, ARRIVALS_AT_REST, ARRIVALS_COMPRESSED, ARRIVALS_KEPT, ARRIVALS_SUSPENDED,
+    ARRIVALS_TPM_AT_REST, ARRIVING_SNAPSHOTS,
 };
 use vmseal_secret::SecretBytes;
 use vmseal_secret::sealed_box::SealedBox;
@@ -15,13 +15,14 @@ use vmseal_secret::sealed_box::SealedBox;
 use super::Services;
 
 /// What this server says of itself.
-const FEATURES: [&str; 6] = [
+const FEATURES: [&str; 7] = [
     ARRIVALS,
     ARRIVING_SNAPSHOTS,
     ARRIVALS_AT_REST,
     ARRIVALS_KEPT,
     ARRIVALS_SUSPENDED,
     ARRIVALS_TPM_AT_REST,
+    ARRIVALS_COMPRESSED,
 ];
 
 /// The server's version, and the key to which passphrases are sealed; needs no credentials.

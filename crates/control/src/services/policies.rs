@@ -6,6 +6,7 @@ use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::id::{PolicyId, check_name};
 use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Page, Plan, Policy, Replication};
+use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::check_replica_rate;
 use vmseal_api::request::AddPolicy;
@@ -29,6 +30,7 @@ fn shown(policy: policies::Policy) -> Policy {
         cpu_model: policy.cpu_model,
         downtime_milliseconds: policy.downtime_milliseconds,
         messenger: policy.messenger,
+        osd_encryption: policy.osd_encryption,
         redundancy: policy.redundancy,
         image_layout: policy.image_layout,
     }
@@ -72,6 +74,11 @@ pub async fn list(
 /// What a policy asks of a messenger: `crc` is nothing.
 pub(super) fn asked_messenger(asked: Option<Messenger>) -> Option<Messenger> {
     asked.filter(|asked| *asked == Messenger::Secure)
+}
+
+/// What a policy asks of OSDs: `any` is nothing.
+pub(super) fn asked_osds(asked: Option<AskedOsds>) -> Option<AskedOsds> {
+    asked.filter(|asked| *asked == AskedOsds::Required)
 }
 
 /// Adds a storage policy.
@@ -134,6 +141,7 @@ pub async fn add(
         cpu_model: request.cpu_model,
         downtime_milliseconds: request.downtime_milliseconds,
         messenger: asked_messenger(request.messenger),
+        osd_encryption: asked_osds(request.osd_encryption),
         redundancy,
         image_layout: layout,
     };

@@ -1,6 +1,6 @@
 //! Checks whether a host has enough memory, processors and disk space for a new VM.
 //!
-//! The same for copies of the disks of a VM.
+//! The same for copies of the disks of a VM, and for disks that are added or grow.
 //!
 //! A VM that can never fit is refused. A dry run warns where the host lacks room beside its other VMs: VMs share memory
 //! and processors, and thin disks grow as guests write to them.
@@ -114,6 +114,60 @@ pub(super) async fn examine_copies(
         warnings.extend(warning);
     }
     Ok(warnings)
+}
+
+/// Says where a disk that is added may not have room once it is full. One whose room is allocated at once is refused by its host.
+pub(super) async fn examine_added(
+    services: &Services,
+    vm: &vms::Vm,
+    disk: &Disk,
+) -> Result<Option<String>, Problem> {
+    let header = if disk.encrypted { HEADER_AREA } else { 0 };
+    let size = disk.size.saturating_add(header);
+    let free = free_below(services, vm, disk, size).await?;
+    Ok(free.map(|free| {
+        format!(
+            "disk '{}' may grow to {} on datastore '{}', and {} are free",
+            disk.name,
+            Size(size),
+            disk.datastore_name,
+            Size(free)
+        )
+    }))
+}
+
+/// Says where what a disk gets may not have room. What it had before may not be written yet, either: nobody has counted that.
+pub(super) async fn examine_growth(
+    services: &Services,
+    vm: &vms::Vm,
+    disk: &Disk,
+    size: u64,
+) -> Result<Option<String>, Problem> {
+    let more = size.saturating_sub(disk.size);
+    let free = free_below(services, vm, disk, more).await?;
+    Ok(free.map(|free| {
+        format!(
+            "disk '{}' may take up to {} more on datastore '{}', and {} are free",
+            disk.name,
+            Size(more),
+            disk.datastore_name,
+            Size(free)
+        )
+    }))
+}
+
+/// What is free on a disk's datastore, in bytes, where that is less than this; none also where it cannot be told.
+async fn free_below(
+    services: &Services,
+    vm: &vms::Vm,
+    disk: &Disk,
+    wanted: u64,
+) -> Result<Option<u64>, Problem> {
+    let agent = services.hosts.connected(vm.host)?;
+    let condition = agent.measure_datastore(disk.datastore.clone()).await?;
+    // What else is wrong with a datastore is said when the disk is examined.
+    let DatastoreCondition::Available { usage, .. } = condition else { return Ok(None) };
+    Ok((usage.free < wanted).then_some(usage.free))
 }
 
 /// Checks that there is room for what disks of a VM need beside their data while they are converted in their files.

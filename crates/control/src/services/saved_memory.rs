@@ -31,6 +31,15 @@ pub(super) async fn expected(services: &Services, vm: &Vm) -> Result<Option<u64>
     Ok(memory_generations::expected(&mut *services.store.read().await?, vm.id).await?)
 }
 
+/// A VM is suspended with memory that no snapshot keeps: a revert would lose it.
+pub(super) fn refusal_of_revert(vm: &Vm, snapshot: &str) -> Problem {
+    let name = &vm.name;
+    let detail = format!(
+        "VM '{name}' is suspended, and a revert loses its memory, which no snapshot keeps: keep it first (vmseal snapshot create {name} --memory), or have it given up (vmseal snapshot revert {name} {snapshot} --discard-memory)"
+    );
+    Problem::new(ErrorCode::WrongState, detail)
+}
+
 /// A VM is suspended: what boots it or cuts its power would lose its memory.
 pub(super) fn refusal(vm: &Vm) -> Problem {
     let name = &vm.name;

@@ -205,6 +205,7 @@ mod tests {
             usage: None,
             pools: Vec::new(),
             key: None,
+            osds: Default::default(),
         }
     }
 
@@ -232,7 +233,8 @@ mod tests {
 
     fn claims(vm: VmId, disk: DiskId) -> ImageContent {
         let provider = ProviderId::new();
-        ImageContent::Vmseal { claims: vec![Claim { vm, disk, provider, key_id: "k".to_owned() }] }
+        let (key_id, role) = ("k".to_owned(), Default::default());
+        ImageContent::Vmseal { claims: vec![Claim { vm, disk, provider, key_id, role }] }
     }
 
     #[test]

@@ -18,9 +18,9 @@ use vmseal_api::request::SetPolicy;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
-use super::policies::{asked_messenger, check_replica, require_ungiven};
+use super::policies::{asked_messenger, asked_osds, check_replica, require_ungiven};
 use super::redundancy::{self, Lacking};
-use super::{Outcome, Services, image_layouts};
+use super::{Outcome, Services, image_layouts, osds};
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
 
@@ -43,6 +43,8 @@ pub(super) enum Need {
     CpuModel { now: Option<String>, wanted: String },
     /// A disk of it goes over connections that are not encrypted.
     Messenger { disk: String, pool: String },
+    /// A disk of it is not on encrypted OSDs.
+    Osds { disk: String, datastore: String, why: String },
     /// A disk of it does not outlive what the policy says.
     Redundancy { vm: String, disk: String, why: String },
     /// The image of a disk of it is cut into other objects.
@@ -109,6 +111,10 @@ impl fmt::Display for Need {
             Self::Messenger { disk, pool } => write!(
                 f,
                 "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before that is moved, or the pool added with --messenger secure"
+            ),
+            Self::Osds { disk, datastore, why } => write!(
+                f,
+                "its disk '{disk}' is in datastore '{datastore}', and does not start again there: {why}. Otherwise move the disk (vmseal vm move)"
             ),
             Self::Redundancy { vm, disk, why } => write!(
                 f,
@@ -179,6 +185,16 @@ pub(super) fn needs(
     needs
 }
 
+/// The disk of a VM that is not on encrypted OSDs, where its policy, `after`, asks for that.
+pub(super) async fn osds_of(
+    from: &mut SqliteConnection,
+    after: &policies::Policy,
+    disks: &[disks::Disk],
+) -> Result<Option<Need>, Problem> {
+    let lacking = osds::lacking(from, after, disks).await?;
+    Ok(lacking.map(|osds::Lacking { disk, datastore, why }| Need::Osds { disk, datastore, why }))
+}
+
 /// What the storage of a VM lacks where its policy is `after`.
 pub(super) async fn redundancy_of(
     from: &mut SqliteConnection,
@@ -243,6 +259,7 @@ pub async fn set(
         let view = services.hosts.view(vm.host);
         let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
         let mut needs = needs(&before, &after, &vm, &known, runs);
+        needs.extend(osds_of(&mut write, &after, &known).await?);
         needs.extend(redundancy_of(&mut write, &after, &vm, &known).await?);
         needs.extend(layout_of(&mut write, &after, &vm, &known).await?);
         for need in &needs {
@@ -297,6 +314,7 @@ fn changed(
         cpu_model,
         downtime_milliseconds,
         messenger,
+        osd_encryption,
         redundancy,
         failure_domain,
         object_size: _,
@@ -340,6 +358,9 @@ fn changed(
     after.image_layout = image_layouts::changed(before.image_layout, request)?;
     if messenger.is_some() {
         after.messenger = asked_messenger(*messenger);
+    }
+    if osd_encryption.is_some() {
+        after.osd_encryption = asked_osds(*osd_encryption);
     }
     after.downtime_milliseconds = match *downtime_milliseconds {
         None => before.downtime_milliseconds,

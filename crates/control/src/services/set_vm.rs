@@ -3,13 +3,13 @@
 //! The inventory changes at once. What a guest that runs cannot get takes effect when it is started next, and is shown
 //! as such.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::Power;
-use vmseal_api::host::version::{PANIC, SET_RUNNING};
-use vmseal_api::id::check_name;
+use vmseal_api::host::version::{ABOUT, PANIC, SET_RUNNING};
+use vmseal_api::host::{Power, VmState};
+use vmseal_api::id::{DiskId, NicId, VmId, check_name};
 use vmseal_api::model::{Plan, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::SetVm;
@@ -17,7 +17,7 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
-use super::set_policy::{Need, layout_of, needs, redundancy_of};
+use super::set_policy::{Need, layout_of, needs, osds_of, redundancy_of};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room};
@@ -68,6 +68,7 @@ pub async fn set(
         let known = disks::of_vm(&mut write, id).await?;
         if let Some(old) = old.filter(|old| old.id != policy.id) {
             let mut needs = needs(&old, &policy, &before, &known, runs);
+            needs.extend(osds_of(&mut write, &policy, &known).await?);
             needs.extend(redundancy_of(&mut write, &policy, &before, &known).await?);
             if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
                 let detail = format!("policy '{}' asks for something else: {need}", policy.name);
@@ -96,16 +97,19 @@ pub async fn set(
         let actor = caller.name();
         write.event(NewEvent { kind: "vm.changed", actor, target, detail: &detail }).await?;
     }
+    // Labels and the like change nothing of the guest, and are for its descriptors. For them a VM that runs is registered again only
+    // where that plugs nothing in or out.
+    let said = about(&before) != about(&after)
+        && view.has(ABOUT)
+        && has_the_devices(&mut write, id, view.vm(id)).await?;
     write.commit().await?;
     drop(unchanged);
     // The host learns of it now, if it is there and can; else when the VM is started next.
-    // Labels and the like are the inventory's alone. For them the VM is not registered again while it runs: it may have devices
-    // that a restored inventory lacks, and would lose them.
     let same =
         |vm: &vms::Vm| (vm.name.clone(), vm.vcpus, vm.memory, vm.policy, vm.hardware.clone());
     let at_once = request.cdrom.is_some() || request.on_crash.is_some();
     let told = same(&before) != same(&after) || at_once;
-    let learns = !runs || told && view.has(SET_RUNNING);
+    let learns = !runs || (told || said) && view.has(SET_RUNNING);
     if learns
         && let Err(problem) = crate::hosts::register(&services.store, &services.hosts, id).await
     {
@@ -122,6 +126,28 @@ pub async fn set(
         services.hosts.until_shown(after.host, &state).await;
     }
     super::vms::show(services, caller, &id.to_string()).await.map(Outcome::Done)
+}
+
+/// What users say of a VM that its descriptors have.
+fn about(vm: &vms::Vm) -> (&str, &BTreeMap<String, String>, bool) {
+    (&vm.description, &vm.labels, vm.autostart)
+}
+
+/// Whether the guest of a VM has exactly the disks and network cards that the inventory knows. An inventory that was restored may lack
+/// some, or have some that were removed since. What the host does not tell counts as different.
+async fn has_the_devices(
+    write: &mut sqlx::SqliteConnection,
+    vm: VmId,
+    seen: Option<&VmState>,
+) -> Result<bool, Problem> {
+    let Some(seen) = seen else { return Ok(false) };
+    let Some(with) = &seen.started_with else { return Ok(false) };
+    let disks = disks::of_vm(write, vm).await?;
+    let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id);
+    let disks: BTreeSet<DiskId> = disks.collect();
+    let guests: BTreeSet<DiskId> = with.disks.iter().map(|disk| disk.disk).collect();
+    let cards: BTreeSet<NicId> = nics::of_vm(write, vm).await?.iter().map(|it| it.nic).collect();
+    Ok(disks == guests && cards == seen.nics.iter().map(|it| it.nic).collect::<BTreeSet<_>>())
 }
 
 /// What a template is cannot change, but what is said of it; a VM becomes one while it is off.

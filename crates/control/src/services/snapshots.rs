@@ -1,7 +1,9 @@
-//! Snapshots of VMs: taken while a VM runs or is off, reverted to, deleted at any time.
+//! Snapshots of VMs: taken while a VM runs, is off or suspended, reverted to, deleted at any time.
 
 use jiff::Timestamp;
-use vmseal_api::host::version::{MEMORY_SNAPSHOTS, REPLICA_SNAPSHOTS, SNAPSHOTS};
+use vmseal_api::host::version::{
+    MEMORY_SNAPSHOTS, REPLICA_SNAPSHOTS, SNAPSHOTS, SUSPENDED_SNAPSHOTS,
+};
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, SnapshotId};
 use vmseal_api::limits::SNAPSHOTS_MAX;
@@ -14,16 +16,20 @@ use super::vms::{
     begin, check_key, find, find_ready, new_name, power, require_active_host, require_no_clones,
     require_no_template, word,
 };
-use super::{Outcome, PageRequest, Services, features};
+use super::{Outcome, PageRequest, Services, features, saved_memory};
 use crate::operation::Operation;
 use crate::store::Write;
 use crate::store::disks::Disk;
+use crate::store::memory_generations;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::Vm;
 use crate::tasks::snapshots::check_droppable;
 
 /// What an agent of an earlier version cannot do.
 pub(super) const OF_REPLICATED: &str = "take snapshots of disks that have replicas";
+
+/// The same.
+const OF_SUSPENDED: &str = "take snapshots of VMs that are suspended, or revert these";
 
 fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {
     let name = |id: &SnapshotId| all.iter().find(|it| it.id == *id).map(|it| it.name.clone());
@@ -111,19 +117,19 @@ fn one<'a>(vm: &Vm, all: &'a [Snapshot], name: &str) -> Result<&'a Snapshot, Pro
     })
 }
 
-/// Refuses while the power of a VM changes; the host refuses, too.
+/// Refuses while the power of a VM changes; the host refuses, too. Returns what it is; none where its host does not know it.
 pub(super) async fn require_power(
     services: &Services,
     vm: &Vm,
     fine: &[Power],
     remedy: &str,
-) -> Result<(), Problem> {
+) -> Result<Option<Power>, Problem> {
     match power(services, vm).await? {
-        None => Ok(()),
-        Some(now) if fine.contains(&now) => Ok(()),
+        None => Ok(None),
+        Some(now) if fine.contains(&now) => Ok(Some(now)),
         Some(now) => {
             if now == Power::Suspended {
-                return Err(super::saved_memory::refusal(vm));
+                return Err(saved_memory::refusal(vm));
             }
             let detail = format!("VM '{}' is {}: {remedy}", vm.name, word(now));
             Err(Problem::new(ErrorCode::WrongState, detail))
@@ -146,13 +152,17 @@ pub async fn take(
         return Err(Problem::invalid("description", detail));
     }
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
-    let remedy = "snapshots are taken while it runs, is paused or is off";
-    if request.memory {
+    let now = if request.memory {
         features::require(services, &vm, MEMORY_SNAPSHOTS, "take snapshots with memory")?;
-        let remedy = "only a VM that runs has memory that a snapshot can keep";
-        require_power(services, &vm, &[Power::Running], remedy).await?;
+        let remedy = "only a VM that runs or is suspended has memory that a snapshot can keep";
+        require_power(services, &vm, &[Power::Running, Power::Suspended], remedy).await?
     } else {
-        require_power(services, &vm, &[Power::Off, Power::Running, Power::Paused], remedy).await?;
+        let remedy = "snapshots are taken while it runs, is paused, off or suspended";
+        let fine = [Power::Off, Power::Running, Power::Paused, Power::Suspended];
+        require_power(services, &vm, &fine, remedy).await?
+    };
+    if now == Some(Power::Suspended) {
+        features::require(services, &vm, SUSPENDED_SNAPSHOTS, OF_SUSPENDED)?;
     }
     let mut write = services.store.write().await?;
     let disks = crate::store::disks::of_vm(&mut write, vm.id).await?;
@@ -202,7 +212,37 @@ pub(super) fn keepable(
     Ok(disks.iter().filter(kept).map(|disk| disk.id).collect())
 }
 
-/// Has the disks of a VM hold what they held when a snapshot was taken: of one that is off, or of any, which runs afterwards.
+/// Checks that a VM may be reverted as it is now; returns whether it is suspended.
+async fn may_be_reverted(
+    services: &Services,
+    caller: &Caller,
+    vm: &Vm,
+    running: bool,
+) -> Result<bool, Problem> {
+    let now = if running {
+        caller.require(Privilege::VmPower)?;
+        let remedy = "wait until it is off, or runs";
+        let fine = [Power::Off, Power::Running, Power::Paused, Power::Suspended];
+        let now = require_power(services, vm, &fine, remedy).await?;
+        // Its power is not cut where it could not start again.
+        check_key(services, vm)?;
+        require_active_host(services, vm).await?;
+        now
+    } else {
+        let remedy = format!(
+            "stop it first (vmseal vm stop {}), or have its power cut and its guest run afterwards (--running)",
+            vm.name
+        );
+        require_power(services, vm, &[Power::Off, Power::Suspended], &remedy).await?
+    };
+    let suspended = now == Some(Power::Suspended);
+    if suspended {
+        features::require(services, vm, SUSPENDED_SNAPSHOTS, OF_SUSPENDED)?;
+    }
+    Ok(suspended)
+}
+
+/// Has the disks of a VM hold what they held when a snapshot was taken: of one that is off or suspended, or of any, which runs afterwards.
 pub async fn revert(
     services: &Services,
     caller: &Caller,
@@ -212,24 +252,10 @@ pub async fn revert(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
-    let RevertSnapshot { running } = request;
+    let RevertSnapshot { running, discard_memory } = request;
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     require_no_template(&vm)?;
-    if running {
-        caller.require(Privilege::VmPower)?;
-        let remedy = "wait until it is off, or runs";
-        let fine = [Power::Off, Power::Running, Power::Paused];
-        require_power(services, &vm, &fine, remedy).await?;
-        // Its power is not cut where it could not start again.
-        check_key(services, &vm)?;
-        require_active_host(services, &vm).await?;
-    } else {
-        let remedy = format!(
-            "stop it first (vmseal vm stop {}), or have its power cut and its guest run afterwards (--running)",
-            vm.name
-        );
-        require_power(services, &vm, &[Power::Off], &remedy).await?;
-    }
+    let suspended = may_be_reverted(services, caller, &vm, running).await?;
     let mut write = services.store.write().await?;
     let all = snapshots::of_vm(&mut write, vm.id).await?;
     let snapshot = one(&vm, &all, name)?;
@@ -245,8 +271,20 @@ pub async fn revert(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: snapshot.id, running };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let kept = suspended && memory_generations::is_kept(&mut write, vm.id).await?;
+    if suspended && !kept && !discard_memory {
+        return Err(saved_memory::refusal_of_revert(&vm, &snapshot.name));
+    }
+    let (id, discard_memory) = (snapshot.id, discard_memory || kept);
+    let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: id, running, discard_memory };
+    let mut begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    if let (Outcome::Planned(plan), true) = (&mut begun, suspended && !kept) {
+        plan.warnings.push(format!(
+            "VM '{}' is suspended, and the saved memory of its guest will be lost",
+            vm.name
+        ));
+    }
+    Ok(begun)
 }
 
 /// Deletes a snapshot; what the VM's disks hold, and other snapshots, stay as they are.

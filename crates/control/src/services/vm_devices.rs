@@ -14,7 +14,7 @@ use vmseal_api::size::Size;
 use super::caller::{Caller, Privilege};
 use super::create_vm::{ChosenHost, check_disk, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
-use super::{Outcome, Services, examine_change, image_layouts};
+use super::{Outcome, Services, examine_change, image_layouts, room};
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
 use crate::store::policies::Policy;
@@ -75,12 +75,13 @@ pub async fn add_disk(
         // No transaction is held during a call to a host.
         drop(write);
         let (spec, source) = (crate::hosts::spec_of_disk(&disk), disk.image.clone());
-        agent.examine_disk(NewDisk { disk: spec.clone(), source }).await?;
+        agent.examine_disk(NewDisk { disk: spec.clone(), source, firmware: None }).await?;
         let change = VmChange::AddDisk { disk: Box::new(spec) };
         let mut plan = super::vms::plan(&task, &vm);
         let in_the_clear = in_the_clear(&policy, &disk);
         plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
         plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(room::examine_added(services, &vm, &disk).await?);
         plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
         return Ok(Outcome::Planned(plan));
     }
@@ -292,7 +293,11 @@ pub async fn resize_disk(
     let operation = Operation::GrowDisk { vm: vm.id, disk: disk.id, size };
     let change = VmChange::GrowDisk { disk: disk.id, size };
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
-    examine_change::of_plan(services, &vm, change, begun).await
+    let mut begun = examine_change::of_plan(services, &vm, change, begun).await?;
+    if let Outcome::Planned(plan) = &mut begun {
+        plan.warnings.extend(room::examine_growth(services, &vm, disk, size).await?);
+    }
+    Ok(begun)
 }
 
 /// Adds a network card to a VM.

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use vmseal_api::host::about;
 use vmseal_api::problem::Problem;
-use vmseal_api::request::{
-    DESCRIPTION_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
-};
+use vmseal_api::request::{LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
 use vmseal_api::size::Size;
 
 /// The unit of a VM's memory, in bytes.
@@ -36,10 +35,7 @@ pub(super) fn check_memory(memory: u64) -> Result<(), Problem> {
 
 /// Whether a VM may have this description.
 pub(super) fn check_description(text: &str) -> Result<(), Problem> {
-    if text.len() <= DESCRIPTION_MAX {
-        return Ok(());
-    }
-    Err(Problem::invalid("description", format!("has at most {DESCRIPTION_MAX} bytes")))
+    about::check_description(text).map_err(|detail| Problem::invalid("description", detail))
 }
 
 /// Whether these may be labels of a VM.
@@ -47,7 +43,7 @@ pub(super) fn check_labels<'a>(
     mut labels: impl Iterator<Item = (&'a str, &'a str)>,
 ) -> Result<(), Problem> {
     labels.try_for_each(|(key, value)| {
-        check_label(key, value).map_err(|detail| Problem::invalid("labels", detail))
+        about::check_label(key, value).map_err(|detail| Problem::invalid("labels", detail))
     })
 }
 
@@ -57,21 +53,6 @@ pub(super) fn check_count(labels: &BTreeMap<String, String>) -> Result<(), Probl
         return Ok(());
     }
     Err(Problem::invalid("labels", format!("a VM has at most {LABELS_MAX} labels")))
-}
-
-fn check_label(key: &str, value: &str) -> Result<(), String> {
-    let plain = |text: &str| {
-        text.len() <= LABEL_MAX && text.chars().all(|c| !c.is_control() && c != '=' && c != ',')
-    };
-    if key.is_empty() || key.contains(char::is_whitespace) || !plain(key) {
-        return Err(format!(
-            "'{key}' cannot be the key of a label: it has 1 to {LABEL_MAX} bytes, and no space, comma or ="
-        ));
-    }
-    if plain(value) {
-        return Ok(());
-    }
-    Err(format!("the value of label '{key}' has more than {LABEL_MAX} bytes, or a comma or ="))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, examine_change, image_layouts, page_of, room};
+use super::{Outcome, PageRequest, Services, examine_change, image_layouts, osds, page_of, room};
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
@@ -23,7 +23,8 @@ use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
 use crate::store::{
-    Part, StoreError, Write, disks, free_name, hosts, nics, policies, providers, tasks, vms,
+    Part, StoreError, Write, datastores, disks, free_name, hosts, nics, policies, providers, tasks,
+    vms,
 };
 use crate::tasks::{Engine, steps};
 
@@ -75,6 +76,7 @@ fn shown(
         facts: disk.facts,
         image_layout: None,
         wanted_image_layout: None,
+        encrypted_at: None,
     });
     Vm {
         id: vm.id,
@@ -216,6 +218,7 @@ pub async fn list(
         (Some(first), Some(last)) => disks::image_layouts(&mut read, first.id, last.id).await?,
         _ => HashMap::new(),
     };
+    let known_osds = datastores::osds(&mut read).await?;
     drop(read);
     let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
     let views: HashMap<_, _> = hosts.into_iter().map(|it| (it, services.hosts.view(it))).collect();
@@ -231,9 +234,10 @@ pub async fn list(
         let from = clones.remove(&vm.id).unwrap_or_default();
         let links = Links { to: links.remove(&vm.id), from };
         let in_the_clear = in_the_clear(&disks, encrypt.contains(&vm.policy));
-        let in_pools = image_layouts::in_pools(&disks);
+        let (in_pools, pools) = (image_layouts::in_pools(&disks), osds::in_pools(&disks));
         let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
         image_layouts::tell(&mut vm, &in_pools, &layouts);
+        osds::tell(&mut vm, &pools, &known_osds);
         vm
     });
     Ok(Page { items: items.collect(), next })
@@ -251,12 +255,14 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
     let in_the_clear = in_the_clear(&disks, policy.is_some_and(|policy| policy.encryption));
     let layouts = disks::image_layouts(&mut read, vm.id, vm.id).await?;
+    let known_osds = datastores::osds(&mut read).await?;
     drop(read);
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
-    let in_pools = image_layouts::in_pools(&disks);
+    let (in_pools, pools) = (image_layouts::in_pools(&disks), osds::in_pools(&disks));
     let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
     image_layouts::tell(&mut vm, &in_pools, &layouts);
+    osds::tell(&mut vm, &pools, &known_osds);
     Ok(vm)
 }
 
@@ -409,7 +415,7 @@ pub async fn start(
         check_key(services, &vm)?;
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
-        require_messenger(services, &vm, &disks).await?;
+        require_places(services, &vm, &disks).await?;
     }
     let operation = Operation::StartVm { vm: vm.id, boot_once };
     if is_suspended && discard_memory && !dry_run {
@@ -430,8 +436,9 @@ pub async fn start(
     Ok(begun)
 }
 
-/// Refuses a VM of which a disk goes over connections that its policy does not allow, as its start would.
-async fn require_messenger(
+/// Refuses a VM of which a disk goes over connections that its policy does not allow, or is not on encrypted OSDs as that asks, as its start
+/// would.
+async fn require_places(
     services: &Services,
     vm: &vms::Vm,
     disks: &[disks::Disk],
@@ -441,7 +448,8 @@ async fn require_messenger(
     drop(read);
     let Some(policy) = policy else { return Ok(()) };
     let agent = services.hosts.connected(vm.host)?;
-    mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await
+    mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await?;
+    osds::require(&mut *services.store.read().await?, &policy, disks).await
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.

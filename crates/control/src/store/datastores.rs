@@ -1,13 +1,16 @@
 //! Datastores.
 
+use std::collections::HashMap;
+
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::MountFacts;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, HostId, VmId};
+use vmseal_api::osd_encryption::{OsdEncryption, OsdFacts, OsdsUnknown, StatedOsds};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::PoolFacts;
 
-use super::{Part, StoreError, from_json, parse, taken, to_json, unsigned};
+use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A datastore as the inventory has it.
 #[derive(Clone, Debug)]
@@ -24,6 +27,17 @@ pub struct Datastore {
     pub pools: Vec<PoolFacts>,
     /// The fingerprint of the key that the server holds, if it holds one.
     pub key: Option<String>,
+    /// Whether the OSDs of its cluster are encrypted; nothing of a directory.
+    pub osds: Osds,
+}
+
+/// Whether the OSDs of a cluster are encrypted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Osds {
+    /// What is known of it.
+    pub facts: OsdFacts,
+    /// The host that the monitors have told it last.
+    pub told_by: Option<HostId>,
 }
 
 /// A datastore on a host.
@@ -60,6 +74,21 @@ impl Datastore {
         DatastoreSpec { datastore: self.id, location: on.location.clone() }
     }
 
+    /// Whether what the monitors tell a host of the OSDs is to be recorded. A cluster that does not answer for a moment has the OSDs that it
+    /// had; and a host that may not ask, or cannot, takes nothing back that another one was told.
+    #[must_use]
+    pub fn is_news_of_osds(&self, told: OsdEncryption, host: HostId) -> bool {
+        let no_answer = OsdEncryption::Unknown { why: OsdsUnknown::NoAnswer };
+        match self.osds.facts.told {
+            None => true,
+            Some(known) if known == told || told == no_answer => false,
+            Some(known) => {
+                let by = self.osds.told_by.filter(|by| self.on(*by).is_some());
+                told.known().is_some() || known == no_answer || by.is_none_or(|by| by == host)
+            }
+        }
+    }
+
     /// The names of its hosts, for people.
     #[must_use]
     pub fn host_names(&self) -> String {
@@ -80,6 +109,19 @@ struct Row {
     held_key: Option<String>,
     mounted_key: Option<String>,
     mount: Option<String>,
+    osds_stated: Option<String>,
+    osds_told: Option<String>,
+    osds_told_by: Option<String>,
+}
+
+/// What is known of the OSDs of a datastore's cluster.
+fn osd_facts(stated: Option<&str>, told: Option<&str>) -> Result<OsdFacts, StoreError> {
+    let stated = stated.map(|it| from_name::<StatedOsds>(it, "what is stated of OSDs"));
+    let told = told.map(|it| from_json(it, "what is told of OSDs"));
+    Ok(OsdFacts {
+        stated: stated.transpose()?.and_then(StatedOsds::stated),
+        told: told.transpose()?,
+    })
 }
 
 /// A row for each host of a datastore, those of one datastore after one another.
@@ -87,7 +129,8 @@ macro_rules! select {
     ($which:literal) => {
         concat!(
             "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free,
-                    d.pools, k.fingerprint AS held_key, a.mounted_key, a.mount
+                    d.pools, k.fingerprint AS held_key, a.mounted_key, a.mount, d.osds_stated,
+                    d.osds_told, d.osds_told_by
              FROM datastores d JOIN datastore_hosts a ON a.datastore_id = d.id
                   JOIN hosts h ON h.id = a.host_id
                   LEFT JOIN datastore_keys k ON k.datastore_id = d.id ",
@@ -123,8 +166,12 @@ fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
         let pools =
             row.pools.as_deref().map(|it| from_json(it, "a datastore's pools")).transpose()?;
         let pools = pools.unwrap_or_default();
+        let osds = Osds {
+            facts: osd_facts(row.osds_stated.as_deref(), row.osds_told.as_deref())?,
+            told_by: row.osds_told_by.map(|it| parse(&it, "a host's id")).transpose()?,
+        };
         let (name, key) = (row.name, row.held_key);
-        found.push(Datastore { id, name, hosts: vec![on], usage, pools, key });
+        found.push(Datastore { id, name, hosts: vec![on], usage, pools, key, osds });
     }
     Ok(found)
 }
@@ -137,13 +184,17 @@ fn signed(bytes: u64) -> i64 {
 /// Adds a datastore, and its hosts.
 pub async fn insert(to: &mut SqliteConnection, datastore: &Datastore) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO datastores (id, name, capacity, free, pools) VALUES ($1, $2, $3, $4, $5)",
+        "INSERT INTO datastores (id, name, capacity, free, pools, osds_stated, osds_told, osds_told_by)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
     )
     .bind(datastore.id.to_string())
     .bind(&datastore.name)
     .bind(datastore.usage.map(|usage| signed(usage.capacity)))
     .bind(datastore.usage.map(|usage| signed(usage.free)))
     .bind(kept_pools(&datastore.pools))
+    .bind(kept_stated(datastore.osds.facts.stated))
+    .bind(datastore.osds.facts.told.as_ref().map(to_json))
+    .bind(datastore.osds.told_by.map(|host| host.to_string()))
     .execute(&mut *to)
     .await
     .map_err(taken(|| exists(&datastore.name, &datastore.host_names())))?;
@@ -170,6 +221,58 @@ pub async fn set_pools(
         .execute(to)
         .await?;
     Ok(())
+}
+
+/// What is stated of OSDs as the inventory keeps it.
+fn kept_stated(encrypted: Option<bool>) -> Option<String> {
+    encrypted.map(|encrypted| to_name(&if encrypted { StatedOsds::Yes } else { StatedOsds::No }))
+}
+
+/// Records what an administrator states of the OSDs of its cluster.
+pub async fn set_osds_stated(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    encrypted: Option<bool>,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE datastores SET osds_stated = $1 WHERE id = $2")
+        .bind(kept_stated(encrypted))
+        .bind(datastore.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Records what the monitors have told a host of the OSDs of its cluster.
+pub async fn set_osds_told(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    told: OsdEncryption,
+    host: HostId,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE datastores SET osds_told = $1, osds_told_by = $2 WHERE id = $3")
+        .bind(to_json(&told))
+        .bind(host.to_string())
+        .bind(datastore.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// What is known of the OSDs of each datastore's cluster; of datastores that are not among them nothing is.
+pub async fn osds(
+    from: &mut SqliteConnection,
+) -> Result<HashMap<DatastoreId, OsdFacts>, StoreError> {
+    let rows: Vec<(String, Option<String>, Option<String>)> = sqlx::query_as(
+        "SELECT id, osds_stated, osds_told FROM datastores
+         WHERE osds_stated IS NOT NULL OR osds_told IS NOT NULL",
+    )
+    .fetch_all(from)
+    .await?;
+    let read = |(id, stated, told): (String, Option<String>, Option<String>)| {
+        let facts = osd_facts(stated.as_deref(), told.as_deref())?;
+        Ok::<_, StoreError>((parse(&id, "a datastore's id")?, facts))
+    };
+    rows.into_iter().map(read).collect()
 }
 
 /// Adds a host to a datastore.

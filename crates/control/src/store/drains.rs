@@ -25,6 +25,8 @@ pub struct Drain {
     pub stop_others: bool,
     /// The highest rate at which each VM is sent, in bytes a second.
     pub rate: Option<u64>,
+    /// Whether memory is compressed where that is faster.
+    pub compress: bool,
     /// When it was begun.
     pub begun: Timestamp,
     /// The id of the request that began it.
@@ -40,6 +42,7 @@ struct Row {
     parallel: i64,
     stop_others: bool,
     rate: Option<i64>,
+    compress: bool,
     begun: String,
     request_id: Option<String>,
 }
@@ -55,6 +58,7 @@ impl TryFrom<Row> for Drain {
             parallel: u32::try_from(row.parallel).unwrap_or(1),
             stop_others: row.stop_others,
             rate: row.rate.and_then(|rate| u64::try_from(rate).ok()),
+            compress: row.compress,
             begun: parse(&row.begun, "a time")?,
             request_id: row.request_id.and_then(|id| parse(&id, "a request's id").ok()),
         })
@@ -65,7 +69,7 @@ impl TryFrom<Row> for Drain {
 macro_rules! select {
     ($rest:literal) => {
         concat!(
-            "SELECT host_id, state, actor, migrate_encrypted, parallel, stop_others, rate, begun, request_id FROM drains ",
+            "SELECT host_id, state, actor, migrate_encrypted, parallel, stop_others, rate, compress, begun, request_id FROM drains ",
             $rest
         )
     };
@@ -116,9 +120,9 @@ impl TryFrom<VmRow> for DrainedVm {
 pub async fn begin(to: &mut SqliteConnection, drain: &Drain) -> Result<(), StoreError> {
     end(to, drain.host).await?;
     sqlx::query(
-        "INSERT INTO drains (host_id, state, actor, migrate_encrypted, parallel, stop_others, rate, begun,
-                             request_id)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+        "INSERT INTO drains (host_id, state, actor, migrate_encrypted, parallel, stop_others, rate,
+                             compress, begun, request_id)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
     )
     .bind(drain.host.to_string())
     .bind(to_name(&drain.state))
@@ -127,6 +131,7 @@ pub async fn begin(to: &mut SqliteConnection, drain: &Drain) -> Result<(), Store
     .bind(i64::from(drain.parallel))
     .bind(drain.stop_others)
     .bind(drain.rate.map(|rate| i64::try_from(rate).unwrap_or(i64::MAX)))
+    .bind(drain.compress)
     .bind(drain.begun.to_string())
     .bind(drain.request_id.as_ref().map(RequestId::as_str))
     .execute(to)

@@ -3,16 +3,18 @@
 //! ```text
 //!  suspend          renew: a number that no memory has had ─► the host saves under it
 //!  the guest runs   renew: no memory that was saved before is the expected one
-//!  revert           expect: that of the snapshot
+//!  a snapshot       number: one of its own; of a VM that is suspended that of its memory, which the snapshot keeps then
+//!  revert           expect: that of the snapshot; renew where it keeps none and the VM was suspended
 //!  an arrival       expect: what the other inventory has expected, of a VM that is suspended
 //! ```
 
 use jiff::Timestamp;
 use sqlx::SqliteConnection;
 use vmseal_api::id::{SnapshotId, VmId};
+use vmseal_api::model::SnapshotState;
 
 use super::snapshots::Snapshot;
-use super::{StoreError, unsigned};
+use super::{StoreError, to_name, unsigned};
 
 /// What a generation is, for errors.
 const GENERATION: &str = "the generation of a memory";
@@ -83,6 +85,37 @@ pub async fn number_snapshot(
         .execute(to)
         .await?;
     Ok(())
+}
+
+/// Records that a snapshot keeps the memory that its VM is suspended with: it is of the same generation.
+pub async fn keep_expected(
+    to: &mut SqliteConnection,
+    vm: VmId,
+    snapshot: SnapshotId,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE snapshots SET memory_generation = (SELECT memory_expected FROM vms WHERE id = $1)
+         WHERE id = $2",
+    )
+    .bind(vm.to_string())
+    .bind(snapshot.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// Whether a snapshot of the VM keeps the memory that the VM must have if it is suspended: then that is not lost where the VM's is.
+pub async fn is_kept(from: &mut SqliteConnection, vm: VmId) -> Result<bool, StoreError> {
+    let count: i64 = sqlx::query_scalar(
+        "SELECT COUNT(*) FROM snapshots JOIN vms ON vms.id = snapshots.vm_id
+         WHERE vms.id = $1 AND snapshots.state = $2
+         AND snapshots.memory_generation = vms.memory_expected",
+    )
+    .bind(vm.to_string())
+    .bind(to_name(&SnapshotState::Ready))
+    .fetch_one(from)
+    .await?;
+    Ok(count > 0)
 }
 
 /// The generation of the memory that a snapshot keeps; none where that is not known.

@@ -6,6 +6,7 @@ use vmseal_api::host::{Allocation, DiskLimits};
 use vmseal_api::id::{HostId, PolicyId, ProviderId};
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Replication;
+use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::{PoolFacts, Redundancy};
 
@@ -38,6 +39,8 @@ pub struct Policy {
     pub downtime_milliseconds: Option<u32>,
     /// How data must go between hosts and Ceph clusters; none asks for nothing.
     pub messenger: Option<Messenger>,
+    /// What the OSDs of Ceph clusters must be; none asks for nothing.
+    pub osd_encryption: Option<AskedOsds>,
     /// What failures its disks must outlive.
     pub redundancy: Redundancy,
     /// How images of its disks in pools of Ceph are cut into objects.
@@ -60,6 +63,12 @@ impl Policy {
                 ),
             )),
         }
+    }
+
+    /// Whether disks in pools of Ceph must be on encrypted OSDs.
+    #[must_use]
+    pub fn needs_encrypted_osds(&self) -> bool {
+        self.osd_encryption == Some(AskedOsds::Required)
     }
 
     /// A disk that goes over connections that are not as the policy has it, and its pool.
@@ -87,6 +96,7 @@ struct Row {
     cpu_model: Option<String>,
     downtime: Option<i64>,
     messenger: Option<String>,
+    osd_encryption: Option<String>,
     redundancy: Option<String>,
     image_layout: Option<String>,
 }
@@ -113,6 +123,10 @@ impl TryFrom<Row> for Policy {
                 .messenger
                 .map(|name| from_name(&name, "a policy's messenger"))
                 .transpose()?,
+            osd_encryption: row
+                .osd_encryption
+                .map(|name| from_name(&name, "what a policy asks of OSDs"))
+                .transpose()?,
             redundancy: row
                 .redundancy
                 .map(|json| from_json(&json, "a policy's redundancy"))
@@ -136,8 +150,9 @@ fn downtime(value: i64) -> Result<u32, StoreError> {
 pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), StoreError> {
     sqlx::query(
         "INSERT INTO policies (id, name, encryption, provider_id, allocation, limits, cache,
-                               replica, cpu_model, downtime, messenger, redundancy, image_layout)
-         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+                               replica, cpu_model, downtime, messenger, redundancy, image_layout,
+                               osd_encryption)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
     )
     .bind(policy.id.to_string())
     .bind(&policy.name)
@@ -152,6 +167,7 @@ pub async fn insert(to: &mut SqliteConnection, policy: &Policy) -> Result<(), St
     .bind(policy.messenger.as_ref().map(to_name))
     .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
     .bind((!policy.image_layout.is_usual()).then(|| to_json(&policy.image_layout)))
+    .bind(policy.osd_encryption.as_ref().map(to_name))
     .execute(to)
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
@@ -166,7 +182,7 @@ pub async fn find(
     let row: Option<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
                 p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy,
-                p.image_layout
+                p.image_layout, p.osd_encryption
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.name = $1 OR p.id = $2",
     )
@@ -182,7 +198,7 @@ pub async fn list(from: &mut SqliteConnection, part: &Part) -> Result<Vec<Policy
     let rows: Vec<Row> = sqlx::query_as(
         "SELECT p.id, p.name, p.encryption, p.provider_id, k.name AS provider_name, p.allocation,
                 p.limits, p.cache, p.replica, p.cpu_model, p.downtime, p.messenger, p.redundancy,
-                p.image_layout
+                p.image_layout, p.osd_encryption
          FROM policies p LEFT JOIN providers k ON k.id = p.provider_id
          WHERE p.id > $1 ORDER BY p.id LIMIT $2",
     )
@@ -201,8 +217,9 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     sqlx::query(
         "UPDATE policies SET name = $1, encryption = $2, provider_id = $3, allocation = $4,
                              limits = $5, cache = $6, replica = $7, cpu_model = $8, downtime = $9,
-                             messenger = $10, redundancy = $11, image_layout = $12
-         WHERE id = $13",
+                             messenger = $10, redundancy = $11, image_layout = $12,
+                             osd_encryption = $13
+         WHERE id = $14",
     )
     .bind(&policy.name)
     .bind(policy.encryption)
@@ -216,6 +233,7 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .bind(policy.messenger.as_ref().map(to_name))
     .bind((!policy.redundancy.is_nothing()).then(|| to_json(&policy.redundancy)))
     .bind((!policy.image_layout.is_usual()).then(|| to_json(&policy.image_layout)))
+    .bind(policy.osd_encryption.as_ref().map(to_name))
     .bind(policy.id.to_string())
     .execute(to)
     .await

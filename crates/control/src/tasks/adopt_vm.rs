@@ -11,7 +11,7 @@
 //! inventory was restored, gets that key the same way.
 
 use async_trait::async_trait;
-use vmseal_api::host::Power;
+use vmseal_api::host::{AboutVm, Power};
 use vmseal_api::model::{Lifecycle, SnapshotState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -97,13 +97,15 @@ fn definition<'a>(run: &'a Run<'_>) -> Result<&'a Definition, StepError> {
 /// The VM as the inventory gets it.
 pub(crate) fn row(definition: &Definition) -> Vm {
     let Definition { spec, host, host_name, policy, policy_name, replaces: _ } = definition;
+    // What is made of a backup has none.
+    let AboutVm { description, labels, autostart } = spec.about.clone().unwrap_or_default();
     Vm {
         id: spec.vm,
         name: spec.name.clone(),
+        description,
+        labels,
+        autostart,
         // Those are the lost inventory's alone.
-        description: String::new(),
-        labels: Default::default(),
-        autostart: false,
         migration_encryption: Default::default(),
         on_drain: Default::default(),
         template: false,

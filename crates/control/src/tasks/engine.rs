@@ -20,6 +20,7 @@ use vmseal_api::transfer::Progress;
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
 use super::migrate_vm::watched::migrated;
+use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
 use super::{alarms, steps};
@@ -433,6 +434,7 @@ impl Engine {
             seconds_left: moving.and_then(|seen| seen.seconds_left()),
             migration: migration.map(|migration| Migration { encrypted, ..migration }),
             migrated: migrated(task),
+            former_images: former::of_task(task),
             rate: task.pace.bytes_per_second,
             paused: task.pace.paused && task.state.is_open() && !task.cancelled,
             created: task.created,

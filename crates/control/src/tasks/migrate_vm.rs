@@ -16,6 +16,7 @@ pub(super) mod away;
 mod cause;
 pub(super) mod watched;
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -24,10 +25,11 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
+use vmseal_api::host::version::MIGRATE_SHARED_TPM;
 use vmseal_api::host::{
-    Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskState, HostAgent, HostState, JobSpec,
-    JobState, MIGRATION_KEY_LEN, MigrationSession, Power, ReceiveJob, SealedKey, SendJob,
-    migration_info,
+    Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskRole, DiskState, HostAgent,
+    HostDescription, HostState, JobSpec, JobState, MIGRATION_KEY_LEN, MigrationSession, Power,
+    ReceiveJob, SealedKey, SendJob, migration_info,
 };
 use vmseal_api::id::{DatastoreId, DiskId, HostId, MigrationId, VmId};
 use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
@@ -196,8 +198,9 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     Watched::default().show(run, MigrationPhase::Connecting);
     let ends = ends(run)?;
     let disks = running_disks(run, ends.from).await?;
+    let know_shared_tpm = know_shared_tpm(run, &disks, &ends).await?;
     let mut read = run.store().read().await?;
-    let copies = copies_at(&mut read, &disks, &ends).await?;
+    let copies = copies_at(&mut read, &disks, know_shared_tpm, &ends).await?;
     let former = former_of(&mut read, &disks, &copies, ends.from).await?;
     let generation = placements::next_generation(&mut read, run.vm_id).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
@@ -234,19 +237,48 @@ async fn former_of(
     Ok(former)
 }
 
-/// The disks that the destination gets copies of: those on datastores that it does not have, and that of a TPM.
+/// Whether the disk of a TPM stays on its datastore, which both hosts have: their agents `know` how, and it is not the only one that a datastore for copies
+/// was named for. `all_are_there`: the other host has the datastores of all disks.
+pub(crate) fn tpm_stays(know: bool, is_named: bool, all_are_there: bool) -> bool {
+    know && !(is_named && all_are_there)
+}
+
+/// Whether both agents leave the disk of a TPM on the datastore that both hosts have, if the VM has one.
+async fn know_shared_tpm(run: &Run<'_>, disks: &[Disk], ends: &Ends) -> Result<bool, StepError> {
+    if disks.iter().all(|disk| disk.role != DiskRole::Tpm) {
+        return Ok(false);
+    }
+    let (source, destination) = (agent_of(run, ends.from)?, agent_of(run, ends.to)?);
+    let (here, there) = (source.describe().await?, destination.describe().await?);
+    let knows = |description: &HostDescription| {
+        description.features.iter().any(|known| known == MIGRATE_SHARED_TPM)
+    };
+    Ok(knows(&here) && knows(&there))
+}
+
+/// The disks that the destination gets copies of: those on datastores that it does not have, and that of a TPM which does not stay.
 async fn copies_at(
     read: &mut sqlx::SqliteConnection,
     disks: &[Disk],
+    know_shared_tpm: bool,
     ends: &Ends,
 ) -> Result<Vec<ArrivingCopy>, StepError> {
-    let mut copies = Vec::new();
+    let mut there = BTreeSet::new();
     for disk in disks {
         let known = datastores::find(read, &disk.datastore.datastore.to_string()).await?;
-        let is_there = known.is_some_and(|known| known.on(ends.to).is_some());
-        if is_there && !disk.role.moves_only_as_copy() {
-            continue;
+        if known.is_some_and(|known| known.on(ends.to).is_some()) {
+            there.insert(disk.id);
         }
+    }
+    let all_are_there = there.len() == disks.len();
+    let stays = |disk: &Disk| {
+        let elsewhere = |target: DatastoreId| target != disk.datastore.datastore;
+        let is_named = ends.datastore.is_some_and(elsewhere);
+        there.contains(&disk.id)
+            && (disk.role != DiskRole::Tpm || tpm_stays(know_shared_tpm, is_named, all_are_there))
+    };
+    let mut copies = Vec::new();
+    for disk in disks.iter().filter(|disk| !stays(disk)) {
         let target = match ends.datastore {
             Some(target) => datastores::find(read, &target.to_string()).await?,
             None => None,

@@ -25,15 +25,16 @@
 
 pub(crate) mod as_it_is;
 mod copying;
+pub(crate) mod former;
 pub(crate) mod in_place;
 mod keys;
 mod parents;
 
 use async_trait::async_trait;
+use vmseal_api::former_image::FormerImage;
 use vmseal_api::host::version::{MIRROR_BESIDE, MIRROR_TPM};
 use vmseal_api::host::{
-    DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, DropSourcesJob, JobKind, JobSpec,
-    MirrorJob, Power,
+    DatastoreSpec, DiskFacts, DiskRole, DiskState, DiskToMirror, JobSpec, MirrorJob, Power,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::model::Lifecycle;
@@ -41,7 +42,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::copying::{copy, may_go_on};
-use super::job::follow;
+use self::former::{drop_sources, remove_sources};
 use super::run::{Run, StepError, internal, register, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -166,10 +167,12 @@ impl Step for MirrorVmStep {
                 prepare(run).await?;
                 as_it_is::require_none_came(run).await
             }
-            Self::Clear => clear(run).await,
+            Self::Clear => return clear(run).await.map(|former| Output::of(&former)),
             Self::Copy => copy(run).await,
             Self::Switch => switch(run).await,
-            Self::DropSource => drop_sources(run).await,
+            Self::DropSource => {
+                return drop_sources(run).await.map(|former| Output::of(&former));
+            }
             Self::ForgetKey => keys::forget(run).await,
             Self::DestroyKey => keys::destroy(run).await,
         }
@@ -361,8 +364,8 @@ async fn put(run: &Run<'_>, vm: &Vm, job: JobSpec) -> Result<(), StepError> {
     }
 }
 
-/// Deals with what tasks have left that could be neither finished nor undone: copies, former images.
-async fn clear(run: &Run<'_>) -> Result<(), StepError> {
+/// Deals with what tasks have left that could be neither finished nor undone: copies, former images. Returns what has become of the latter.
+async fn clear(run: &Run<'_>) -> Result<Vec<FormerImage>, StepError> {
     let vm = run.vm().await?;
     let left = tasks::unknown_of_vm(&mut *run.store().read().await?, vm.id).await?;
     let known: Vec<DiskId> = run.disks().await?.iter().map(|disk| disk.id).collect();
@@ -618,14 +621,7 @@ async fn tell(
         _ => "vm.deep-recrypted",
     };
     let by = format!("as task {}", run.task.id);
-    let filter = events::Filter {
-        kind: Some(kind.to_owned()),
-        target: Some(vm.name.clone()),
-        since: Some(run.task.created),
-        ..events::Filter::default()
-    };
-    let told = events::last_of(write, 1, &filter).await?;
-    if told.iter().any(|event| event.detail.ends_with(&by)) {
+    if is_told(run, write, kind, &vm.name, &by).await? {
         return Ok(());
     }
     let disks = match (names, run.task.operation.is_in_place()) {
@@ -645,6 +641,24 @@ async fn tell(
     let detail = format!("{disks}{place}{policy}{also}; {by}");
     let (actor, target) = (run.task.actor.as_str(), vm.name.as_str());
     Ok(write.event(NewEvent { kind, actor, target, detail: &detail }).await?)
+}
+
+/// Whether the task has an event of this kind: its detail ends with `by`.
+async fn is_told(
+    run: &Run<'_>,
+    write: &mut Write<'_>,
+    kind: &str,
+    vm: &str,
+    by: &str,
+) -> Result<bool, StepError> {
+    let filter = events::Filter {
+        kind: Some(kind.to_owned()),
+        target: Some(vm.to_owned()),
+        since: Some(run.task.created),
+        ..events::Filter::default()
+    };
+    let told = events::last_of(write, 1, &filter).await?;
+    Ok(told.iter().any(|event| event.detail.ends_with(by)))
 }
 
 /// Undoes [`switch`], which is possible only while the host uses no copy. Otherwise it goes on to the end: some disks
@@ -686,27 +700,6 @@ async fn record_found(run: &Run<'_>, copied: &[DiskId], of: &Operation) -> Resul
     }
     set_dumps(&mut write, (&vm, &run.task.operation), &known, copied, seen).await?;
     Ok(write.commit().await?)
-}
-
-/// Has the host overwrite and remove the former images.
-async fn drop_sources(run: &Run<'_>) -> Result<(), StepError> {
-    register(run).await?;
-    let vm = run.vm().await?;
-    remove_sources(run, &vm).await?;
-    let state = run.host_state(vm.host, None).await?;
-    run.hosts().until_shown(vm.host, &state).await;
-    Ok(())
-}
-
-/// Of all disks: where there is none, there is nothing to do.
-async fn remove_sources(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
-    let disks = run.disks().await?;
-    let disks: Vec<DiskId> = disks.iter().filter(|it| !it.detached).map(|it| it.id).collect();
-    if disks.is_empty() {
-        return Ok(());
-    }
-    put(run, vm, JobSpec::DropSources(DropSourcesJob { disks })).await?;
-    follow(run, vm, JobKind::DropSources).await.map(drop)
 }
 
 /// Disks as the options that name them.

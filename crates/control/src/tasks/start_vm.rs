@@ -15,6 +15,7 @@ use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::hosts::mounted;
 use crate::operation::Operation;
+use crate::services::osds;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
 
@@ -147,7 +148,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     // A guest that only reboots goes on as it is.
     if !matches!(run.task.operation, Operation::RebootVm { .. }) {
-        require_messenger(run, &vm).await?;
+        require_places(run, &vm).await?;
     }
     let agent = run.agent(&vm)?;
     let first = match run.task.operation {
@@ -236,13 +237,14 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Refuses connections to storage that the VM's policy does not allow.
-async fn require_messenger(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+/// Refuses connections to storage that the VM's policy does not allow, and OSDs that are not encrypted as it asks.
+async fn require_places(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
     let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
     let Some(policy) = policy else { return Ok(()) };
     let agent = run.agent(vm)?;
-    Ok(mounted::require_messenger_now(run.store(), &*agent, &policy, vm.host, &disks).await?)
+    mounted::require_messenger_now(run.store(), &*agent, &policy, vm.host, &disks).await?;
+    Ok(osds::require(&mut *run.store().read().await?, &policy, &disks).await?)
 }
 
 fn again(why: &str) -> StepError {

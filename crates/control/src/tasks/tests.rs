@@ -43,6 +43,7 @@ mod revoked;
 mod single_disks;
 mod snapshots;
 mod tpm;
+mod uefi_variables;
 mod upgrade;
 mod waiting;
 

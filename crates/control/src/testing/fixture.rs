@@ -175,6 +175,7 @@ impl Fixture {
             usage: None,
             pools: Vec::new(),
             key: None,
+            osds: Default::default(),
         };
         let mut write = self.store.write().await.unwrap();
         datastores::insert(&mut write, &own).await.unwrap();
@@ -203,7 +204,8 @@ impl Fixture {
         let on = datastores::OnHost { location: spec.location, ..local.hosts[0].clone() };
         let (id, name) = (spec.datastore, name.to_owned());
         let (hosts, usage) = (vec![on], local.usage);
-        let added = datastores::Datastore { id, name, hosts, usage, pools, key: None };
+        let osds = Default::default();
+        let added = datastores::Datastore { id, name, hosts, usage, pools, key: None, osds };
         datastores::insert(&mut write, &added).await.unwrap();
         write.commit().await.unwrap();
     }

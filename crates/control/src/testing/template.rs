@@ -79,6 +79,7 @@ impl Template {
             usage: None,
             pools: Vec::new(),
             key: None,
+            osds: Default::default(),
         };
         let mut write = store.write().await.unwrap();
         providers::set_verified(&mut write, provider).await.unwrap();
@@ -99,6 +100,7 @@ impl Template {
                 cpu_model: None,
                 downtime_milliseconds: None,
                 messenger: None,
+                osd_encryption: None,
                 redundancy: Default::default(),
                 image_layout: Default::default(),
             };

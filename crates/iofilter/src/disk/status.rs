@@ -1,5 +1,6 @@
 //! The status of a disk: written by its threads, read by the control socket.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,6 +18,7 @@ use crate::layers::replicate::mirror::Mirror;
 use crate::stack::chain::Done;
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::{CipherTime, Latencies};
+use crate::stack::flight::Flight;
 use crate::stack::layer::Layer;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::tally::Tally;
@@ -73,6 +75,8 @@ pub struct DiskState {
     activity: Mutex<DiskActivity>,
     last_error: Mutex<ErrorLog>,
     queues: Vec<Counters>,
+    /// By queue: what a guest has asked there and is in flight.
+    flights: Mutex<BTreeMap<usize, Arc<Flight>>>,
     cipher: Mutex<Option<Arc<CipherTime>>>,
     layers: Mutex<Vec<Arc<dyn Layer>>>,
     waits: Mutex<Option<DiskWaits>>,
@@ -128,6 +132,7 @@ impl DiskState {
             activity: Mutex::new(DiskActivity::Idle),
             last_error: Mutex::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
+            flights: Mutex::default(),
             cipher: Mutex::default(),
             layers: Mutex::default(),
             waits: Mutex::default(),
@@ -312,6 +317,18 @@ impl DiskState {
         true
     }
 
+    /// What is in flight of a queue is noted here from now on.
+    pub fn set_flight(&self, queue: usize, flight: Arc<Flight>) {
+        lock(&self.flights).insert(queue, flight);
+    }
+
+    /// For how long the oldest request of the guest is in flight.
+    #[must_use]
+    pub fn oldest_request(&self) -> Option<Duration> {
+        let now = Instant::now();
+        lock(&self.flights).values().filter_map(|flight| flight.oldest(now)).max()
+    }
+
     /// The sum over all queues.
     #[must_use]
     pub fn totals(&self) -> DiskCounters {
@@ -353,6 +370,9 @@ impl DiskState {
             state: lock(&self.activity).clone(),
             waits: *lock(&self.waits),
             file: *lock(&self.file),
+            oldest_milliseconds: self
+                .oldest_request()
+                .map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
             counters: self.totals(),
             last_error: self.last_error(),
             bitmaps: self.bitmaps().map(|bitmaps| bitmaps.status()).unwrap_or_default(),

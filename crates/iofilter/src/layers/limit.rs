@@ -121,7 +121,7 @@ impl Filter for LimitFilter {
             return io.pass(id);
         }
         self.shared.held.add(1);
-        io.hold(id);
+        io.hold_back(id);
         self.waiting.push_back((id, now));
     }
 
@@ -141,7 +141,7 @@ impl Filter for LimitFilter {
             }
             self.waiting.pop_front();
             self.shared.held_nanoseconds.add(now.saturating_sub(since));
-            io.pass(id);
+            io.let_go(id, self.shared.since + Duration::from_nanos(now));
         }
         None
     }

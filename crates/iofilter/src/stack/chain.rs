@@ -54,6 +54,7 @@ use std::time::Instant;
 use nix::poll::PollFlags;
 
 use crate::stack::dirty::Bitmaps;
+use crate::stack::flight::Flight;
 use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
 use crate::stack::pool::{Buffer, Pool};
 use crate::stack::request::{
@@ -189,6 +190,7 @@ pub struct Io<'a> {
     requests: &'a mut Requests,
     work: &'a mut VecDeque<Step>,
     audit: &'a mut FilterAudit,
+    flight: &'a Flight,
     waker: &'a Waker,
     level: usize,
 }
@@ -243,6 +245,27 @@ impl Io<'_> {
             return self.audit.misuse(self.level, "it keeps a request that it does not have");
         }
         self.requests.get_mut(id).held = true;
+    }
+
+    /// The same of a request that is kept back on purpose: until [`Io::let_go`] its front end does not wait for storage.
+    pub fn hold_back(&mut self, id: RequestId) {
+        self.hold(id);
+        if self.is_of_front_end(id) {
+            self.flight.ended(id.index());
+        }
+    }
+
+    /// Passes a request that was held back.
+    pub fn let_go(&mut self, id: RequestId, now: Instant) {
+        if self.is_of_front_end(id) {
+            self.flight.began(id.index(), now);
+        }
+        self.pass(id);
+    }
+
+    /// Whether it is no part that a filter has made.
+    fn is_of_front_end(&self, id: RequestId) -> bool {
+        self.requests.get(id).parent.is_none()
     }
 
     /// Makes a child of `parent`, without data, still at this layer. None when the filter has more children than
@@ -397,6 +420,7 @@ pub struct Chain {
     deadline: Option<Instant>,
     waker: Waker,
     bitmaps: Option<Arc<Bitmaps>>,
+    flight: Arc<Flight>,
 }
 
 impl Chain {
@@ -434,6 +458,7 @@ impl Chain {
             deadline: None,
             waker: Waker::new()?,
             bitmaps: None,
+            flight: Arc::new(Flight::new(capacity)),
         })
     }
 
@@ -473,6 +498,17 @@ impl Chain {
         self.roots
     }
 
+    /// Since when its requests are in flight, for those whose front end says so ([`Chain::began`]).
+    #[must_use]
+    pub fn flight(&self) -> &Arc<Flight> {
+        &self.flight
+    }
+
+    /// Notes since when a request is in flight that has begun.
+    pub fn began(&self, id: RequestId, at: Instant) {
+        self.flight.began(id.index(), at);
+    }
+
     /// How many requests filters have forgotten; each has failed with [`IoError::Forgotten`].
     #[must_use]
     pub fn forgotten(&self) -> u64 {
@@ -505,6 +541,7 @@ impl Chain {
     /// Cancels a request that has begun and was not submitted.
     pub fn cancel(&mut self, id: RequestId) {
         self.roots -= 1;
+        self.flight.ended(id.index());
         self.requests.give(id);
     }
 
@@ -572,7 +609,8 @@ impl Chain {
             }
             self.deadline = None;
             let (requests, work, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
-            let mut io = Io { requests, work, audit, waker: &self.waker, level: 0 };
+            let (flight, waker) = (&*self.flight, &self.waker);
+            let mut io = Io { requests, work, audit, flight, waker, level: 0 };
             for (level, filter) in self.filters.iter_mut().enumerate() {
                 io.level = level;
                 self.deadline = sooner(self.deadline, filter.tick(&mut io));
@@ -589,13 +627,13 @@ impl Chain {
 
     fn run(&mut self, work: Step) {
         let (requests, list, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
-        let waker = &self.waker;
+        let (flight, waker) = (&*self.flight, &self.waker);
         match work {
             Step::Down(id) => {
                 let request = requests.get_mut(id);
                 request.turn = Turn::Layer;
                 let level = request.level;
-                let mut io = Io { requests, work: list, audit, waker, level };
+                let mut io = Io { requests, work: list, audit, flight, waker, level };
                 match self.filters.get_mut(level) {
                     Some(filter) => {
                         filter.down(id, &mut io);
@@ -610,7 +648,7 @@ impl Chain {
                     return self.done.push_back(id);
                 };
                 (request.level, request.turn) = (level, Turn::Layer);
-                let mut io = Io { requests, work: list, audit, waker, level };
+                let mut io = Io { requests, work: list, audit, flight, waker, level };
                 self.filters[level].up(id, &mut io);
                 io.settle(Some(id));
             }

@@ -6,6 +6,7 @@ pub mod chain;
 pub mod contained;
 pub mod dirty;
 pub mod figures;
+pub mod flight;
 pub mod gate;
 pub mod layer;
 pub mod memory;

@@ -14,7 +14,9 @@ use proptest::test_runner::RngSeed;
 use vhost::vhost_user::message::VhostUserHeaderFlag;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::{Bytes, GuestAddress};
-use vmseal_api::filter::{DelaySpec, Direct, DiskActivity, Holes, OperationKind};
+use vmseal_api::filter::{
+    Budget, DelaySpec, Direct, DiskActivity, Holes, LimitSpec, OperationKind,
+};
 use vmseal_api::id::DiskId;
 use vmseal_initiator::driver::{BASE, DATA, Driver, INDIRECT, NEXT, RING, WRITE};
 use vmseal_iofilter::disk::allocation::Allocation;
@@ -24,6 +26,7 @@ use vmseal_iofilter::front_ends::ServedDisk;
 use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::layers::delay::Delay;
+use vmseal_iofilter::layers::limit::Limit;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::orders::Orders;
@@ -422,6 +425,59 @@ fn a_ring_that_is_stopped_waits_for_no_delay() {
     for _ in 0..5 {
         assert!(guest.answer(Duration::ZERO).is_some(), "one was left behind");
     }
+}
+
+/// A chain with this filter alone, over memory.
+fn chain_with(layer: &impl Layer, mem: &MemDisk) -> Chain {
+    let filter = layer.filter(&Place::simple(SIZE)).unwrap();
+    Chain::new(SIZE, false, vec![filter], mem.queue()).unwrap()
+}
+
+#[test]
+fn how_long_storage_keeps_a_request_is_told_until_it_ends() {
+    let delay = Delay::new(DelaySpec {
+        operations: vec![OperationKind::Write],
+        microseconds: 20_000_000,
+        jitter_microseconds: 0,
+        reorders: false,
+        seed: 0,
+    });
+    let mem = MemDisk::new(SIZE as usize);
+    let chains = (0..2).map(|_| chain_with(&delay, &mem)).collect();
+    let server = Server::start_chains(chains, mem.clone(), false);
+    let mut guest = server.connect(ALL);
+    assert_eq!(server.state.status().oldest_milliseconds, None);
+    let begun = Instant::now();
+    offer_five(&mut guest);
+    let age = || server.state.oldest_request().unwrap_or_default();
+    while age() < SOON {
+        assert!(begun.elapsed() < Duration::from_secs(10), "it is not told: {:?}", age());
+        std::thread::yield_now();
+    }
+    let told = server.state.status().oldest_milliseconds.unwrap();
+    assert!(u128::from(told) >= SOON.as_millis());
+    assert!(u128::from(told) <= begun.elapsed().as_millis(), "older than the request");
+    // What is held back goes on, and all is answered.
+    assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 5);
+    assert_eq!(server.state.status().oldest_milliseconds, None);
+}
+
+#[test]
+fn a_request_that_waits_for_a_limit_of_its_disk_is_not_storages() {
+    let requests = Some(Budget { per_second: 2, burst: 1 });
+    let limit = Limit::new(&LimitSpec { requests, bytes: None });
+    let mem = MemDisk::new(SIZE as usize);
+    let chains = (0..2).map(|_| chain_with(&limit, &mem)).collect();
+    let server = Server::start_chains(chains, mem.clone(), false);
+    let mut guest = server.connect(ALL);
+    offer_five(&mut guest);
+    for _ in 0..3 {
+        assert!(guest.answer(Duration::from_secs(20)).is_some());
+    }
+    // The last two have waited for a second, and storage has not seen them.
+    let age = server.state.oldest_request();
+    assert!(limit.counters()[0].1 >= 4, "nothing was held back");
+    assert!(age.is_none_or(|age| age < Duration::from_millis(500)), "{age:?}");
 }
 
 /// A file system of 256 KiB; only root can make it.

@@ -7,10 +7,11 @@ use vmseal_api::datastore::RbdPool;
 
 use super::tools;
 
-/// The most bytes of requests in flight: `vmseal-rbd`'s, where librbd's default is a fifth less.
+/// The most bytes of requests in flight, where librbd's default is a fifth less. `vmseal-rbd` has more for all of its disks together, and half
+/// as many for one of them.
 const BYTES_IN_FLIGHT: u64 = 128 << 20;
 
-/// The text of a client's `ceph.conf`: what `vmseal-rbd` tells the library, so that nothing else differs.
+/// The text of a client's `ceph.conf`: what `vmseal-rbd` tells the library, but for the bytes in flight.
 #[must_use]
 pub fn configuration(pool: &RbdPool) -> String {
     let keyring: String =

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use tempfile::TempDir;
 use vmseal_api::datastore::{Messenger, RbdPool};
+use vmseal_api::osd_encryption::OSD_KEYS_CAPABILITY;
 
 use super::answers::OsdDump;
 use super::arguments;
@@ -156,7 +157,8 @@ impl OwnPool {
 
     fn make_user(&self) -> Result<(), CephError> {
         let rights = rights(self.accesses.iter().map(|(_, pool)| pool));
-        let make = ["auth", "get-or-create", USER, "mon", "profile rbd", "osd", &rights];
+        let of_monitors = format!("profile rbd, {OSD_KEYS_CAPABILITY}");
+        let make = ["auth", "get-or-create", USER, "mon", &of_monitors, "osd", &rights];
         let first = self.accesses.first().and_then(|(_, pool)| pool.keyring.as_ref());
         let keyring = first.map(|file| file.display().to_string());
         let to: Vec<_> = keyring.iter().flat_map(|file| ["-o", file.as_str()]).collect();

@@ -7,6 +7,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{Mode, umask};
+use vmseal_api::osd_encryption::OSD_KEYS;
 
 use super::answers::{ClusterStatus, OsdDump};
 use super::arguments::UpArguments;
@@ -26,6 +27,8 @@ use super::waiting::Waiting;
 
 /// What a monitor may do, and an administrator.
 const ALL: &str = "allow *";
+/// What the monitors keep in place of the key of an OSD.
+const KEPT_ELSEWHERE: &str = "in a file of vmseal lab";
 /// Set once all other settings are: a cluster that has it has them.
 const LAST_SETTING: &str = "nodeep-scrub";
 
@@ -220,11 +223,27 @@ impl Up<'_> {
             }
             self.start(daemon)?;
         }
+        if self.record.osd_encryption {
+            self.note_encryption()?;
+        }
         let (daemons, all) = (self.record.daemons(), self.record.osds.len() as u64);
         Waiting { layout: self.layout, daemons: &daemons }.until(self.observe, |status| {
             let up = status.osdmap.serving();
             (Progress::Up(up, all), up == all && status.mgrmap.available)
         })
+    }
+
+    /// Has the monitors keep what they keep for OSDs that ceph-volume made with dm-crypt, since those here are encrypted below, too: so
+    /// clients that ask find it. The keys themselves stay files: the monitor's store is on the same disk, in the clear.
+    fn note_encryption(&self) -> Result<(), CephError> {
+        let kept: Vec<String> = self.tools.ask(&["config-key", "ls"])?;
+        for uuid in &self.record.osds {
+            let key = format!("{OSD_KEYS}{uuid}/luks");
+            if !kept.contains(&key) {
+                self.tools.ceph(&["config-key", "set", &key, KEPT_ELSEWHERE])?;
+            }
+        }
+        Ok(())
     }
 
     /// Has the block of an encrypted OSD served.

@@ -7,7 +7,7 @@ use std::io;
 
 use serde_json::Value;
 use uuid::Uuid;
-use vmseal_luks::{DATA_OFFSET, Facts, HeaderError, HeaderStore, Holes, Identity, Opened};
+use vmseal_luks::{DATA_OFFSET, Facts, HeaderError, HeaderStore, Holes, Identity, Opened, Role};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::KeyContext;
 
@@ -99,7 +99,7 @@ pub fn disk() -> Uuid {
 }
 
 pub fn identity() -> Identity {
-    Identity { disk: disk(), holes: Holes::Zero, shared: false }
+    Identity { disk: disk(), holes: Holes::Zero, shared: false, role: Role::Data }
 }
 
 pub fn facts() -> Facts {

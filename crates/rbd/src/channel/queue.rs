@@ -11,7 +11,7 @@ use vmseal_channel::{
     ring_doorbell, send,
 };
 
-use crate::channel::budget::Taken;
+use crate::channel::budget::{OF_OBJECT, Taken};
 use crate::channel::gate::Inside;
 use crate::channel::service::Service;
 use crate::channel::tickets::{Holder, Ticket};
@@ -20,9 +20,6 @@ use crate::parts::{Parts, Regions};
 
 /// How many requests of a queue are begun before the next queue has its turn.
 const TURN: usize = 32;
-
-/// What zeroes in one object count for in the budget, in bytes: librbd makes a request to each object that they are in, which has no data.
-const ZEROES_OF_OBJECT: u64 = 4 << 10;
 
 /// Why a queue ends.
 #[derive(Debug, thiserror::Error)]
@@ -251,27 +248,28 @@ impl Queue {
         };
         let (offset, length) = (request.offset, request.length);
         let part = offset..offset + length;
+        let objects = || image.image().objects(&part).saturating_mul(OF_OBJECT);
         match request.operation {
             // Its length is noted as well.
             Operation::Flush if image.has_grown() => answer.give(file.flush(&service.store)),
             Operation::Flush => image.image().flush(move |done| answer.give(done)),
             _ if length == 0 => answer.give(Ok(())),
             Operation::Zero | Operation::ZeroKeepingRoom => {
-                let bytes = image.image().objects(&part) * ZEROES_OF_OBJECT;
-                answer._bytes = Some(self.room(service, bytes)?);
+                // They have no data.
+                answer._bytes = Some(self.room(objects())?);
                 let takes_room = request.operation == Operation::ZeroKeepingRoom;
                 image.image().write_zeroes(part, takes_room, move |done| answer.give(done));
             }
             Operation::Read => {
                 let parts = self.parts(request)?;
-                answer._bytes = Some(self.room(service, length)?);
+                answer._bytes = Some(self.room(length.max(objects()))?);
                 image.image().read_into(offset, parts, move |read| {
                     answer.give(read.and_then(|read| whole(read, length)));
                 });
             }
             Operation::Write => {
                 let parts = self.parts(request)?;
-                answer._bytes = Some(self.room(service, length)?);
+                answer._bytes = Some(self.room(length.max(objects()))?);
                 image.image().write_from(offset, parts, move |done| answer.give(done));
             }
         }
@@ -279,8 +277,8 @@ impl Queue {
     }
 
     /// Takes room for a request, and waits for it. When the file is closed meanwhile, the filter is gone: the request is not begun.
-    fn room(&self, service: &Service, bytes: u64) -> Result<Taken, Ending> {
-        let taken = service.budget.take(bytes);
+    fn room(&self, bytes: u64) -> Result<Taken, Ending> {
+        let taken = self.holder.share.take(bytes);
         if self.holder.gate.is_shut() { Err(Ending::Closed) } else { Ok(taken) }
     }
 

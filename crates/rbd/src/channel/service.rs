@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::channel::budget::Budget;
 use crate::channel::gate::Inside;
 use crate::channel::tickets::Tickets;
 use crate::open_file::Store;
@@ -13,7 +12,6 @@ pub struct Service {
     pub(crate) files: Arc<OpenFiles>,
     pub(crate) store: Arc<Store>,
     pub(crate) tickets: Tickets,
-    pub(crate) budget: Arc<Budget>,
     /// Left last, after the images are closed.
     _inside: Option<Inside>,
 }
@@ -22,7 +20,6 @@ impl Service {
     /// That of a store's open files; it stays inside of a gate until nobody uses it any more.
     #[must_use]
     pub fn new(files: Arc<OpenFiles>, store: Arc<Store>, inside: Option<Inside>) -> Self {
-        let (tickets, budget) = (Tickets::default(), Arc::default());
-        Self { files, store, tickets, budget, _inside: inside }
+        Self { files, store, tickets: Tickets::default(), _inside: inside }
     }
 }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use nix::sys::socket::{Shutdown, shutdown};
 use vmseal_channel::TICKET_BYTES;
 
+use crate::channel::budget::{Budget, Share};
 use crate::channel::gate::Gate;
 use crate::open_files::Rights;
 
@@ -25,13 +26,18 @@ pub struct Holder {
     pub rights: Rights,
     /// Where requests go in; it is shut when the handle is released.
     pub gate: Arc<Gate>,
+    /// What its requests may have in flight.
+    pub share: Arc<Share>,
     /// The sockets of its queues.
     sockets: Mutex<Vec<Weak<OwnedFd>>>,
 }
 
-/// The tickets of all handles.
+/// The tickets of all handles, and what they share.
 #[derive(Default)]
-pub struct Tickets(Mutex<HashMap<u64, (Ticket, Arc<Holder>)>>);
+pub struct Tickets {
+    all: Mutex<HashMap<u64, (Ticket, Arc<Holder>)>>,
+    budget: Arc<Budget>,
+}
 
 fn random() -> io::Result<Ticket> {
     let mut ticket: Ticket = [0; TICKET_BYTES];
@@ -43,7 +49,7 @@ fn random() -> io::Result<Ticket> {
 
 impl Tickets {
     fn all(&self) -> MutexGuard<'_, HashMap<u64, (Ticket, Arc<Holder>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The ticket of an open handle; it is made when it is first asked for.
@@ -56,8 +62,9 @@ impl Tickets {
             return Ok(*ticket);
         }
         let ticket = random()?;
-        let (gate, sockets) = (Arc::default(), Mutex::default());
-        all.insert(handle, (ticket, Arc::new(Holder { handle, rights, gate, sockets })));
+        let (gate, share) = (Arc::default(), Share::of(&self.budget));
+        let holder = Holder { handle, rights, gate, share, sockets: Mutex::default() };
+        all.insert(handle, (ticket, Arc::new(holder)));
         Ok(ticket)
     }
 

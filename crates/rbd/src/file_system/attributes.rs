@@ -1,4 +1,4 @@
-//! Extended attributes: of the root how the cluster keeps what is stored and who serves it, of directories how new images are cut into objects, and of files
+//! Extended attributes: of the root how the cluster keeps what is stored, whether its OSDs are encrypted and who serves it, of directories how new images are cut into objects, and of files
 //! that are images what these say of themselves, which is metadata of the image.
 
 use std::ffi::OsStr;
@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
 use vmseal_api::rbd::{
-    IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, POOLS_ATTRIBUTE,
+    IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX, OSDS_ATTRIBUTE,
+    POOLS_ATTRIBUTE,
 };
 
 use super::FileSystem;
@@ -66,6 +67,9 @@ impl FileSystem {
     pub(super) fn attribute(&self, of: Inode, name: &OsStr) -> io::Result<Vec<u8>> {
         if of == Inode::ROOT && name == POOLS_ATTRIBUTE {
             return self.pools();
+        }
+        if of == Inode::ROOT && name == OSDS_ATTRIBUTE {
+            return Ok(serde_json::to_vec(&self.osds.ask())?);
         }
         // Without the cluster, which may not answer.
         if of == Inode::ROOT && name == MOUNTED_ATTRIBUTE {

@@ -76,7 +76,8 @@ pub(super) async fn set_key(
     ))
 }
 
-/// Changes how hosts get to a pool of Ceph: monitors, user, messenger, keyring, and the key that the server holds, together or alone. Each
+/// Changes what is stated of the OSDs of a pool's cluster, which counts before what its monitors say, and how hosts get to the pool:
+/// monitors, user, messenger, keyring, and the key that the server holds, together or alone. Guests that run go on. Of how they get there each
 /// host that has the datastore tries it first, as does a dry run: where one cannot use the pool so, or reaches another cluster, nothing is
 /// changed. The datastore keeps its id and its disks. A pool that is mounted stays as it is until its host mounts it anew.
 #[utoipa::path(patch, path = "/api/v1/datastores/{datastore}", tag = "datastores",
@@ -96,8 +97,8 @@ pub(super) async fn set(
     ))
 }
 
-/// Has a host mount a pool of Ceph anew, by the way that the datastore has now, with the key that the server holds now, or with the keyring as it is now, after the cluster has taken
-/// that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
+/// Has a host mount a pool of Ceph anew, as the datastore has monitors, user and messenger now, and with the key that the server holds now, or
+/// the keyring as it is now, after the cluster has taken that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
 #[utoipa::path(post, path = "/api/v1/datastores/{datastore}/hosts/{host}/remount", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"),
         ("host" = String, Path, description = "The host's name or id"), DryRunQuery),

@@ -57,12 +57,20 @@ pub(super) struct ExposeQuery {
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     writable: bool,
+    /// Expose what the disk held when this snapshot was taken, by its name; the VM may run, and it is read-only.
+    snapshot: Option<String>,
+    /// Expose the ciphertext of an encrypted disk, with its header, as an export of the format `sealed` has it: no key is
+    /// needed. Without a snapshot the VM must not run. It is read-only.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    sealed: bool,
 }
 
 /// Exposes a disk over NBD, as WebSockets of binary messages. The first one keeps it exposed: its client sends `.`
 /// every 10 seconds and `q` to end, receives a text if an error occurs, and the WebSocket closes when the disk is free.
 /// Each further one, with `connect`, is an NBD connection. The VM does not start while a disk of it is exposed; a disk
-/// of a running VM is exposed read-only.
+/// of a running VM is exposed read-only. What a snapshot keeps does not change meanwhile: the snapshot is neither deleted nor
+/// reverted to. When a VM that runs stops, the exposures of its disks end.
 #[utoipa::path(get, path = "/api/v1/vms/{vm}/disks/{disk}/expose", tag = "vms",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("disk" = String, Path, description = "The disk's name within the VM, or its id"), ExposeQuery),
@@ -80,8 +88,8 @@ pub(super) async fn expose(
         Problem::new(ErrorCode::InvalidRequest, detail)
     })?;
     let held = connections::hold(connection.as_ref())?;
-    let ExposeQuery { connect, writable } = query;
-    let what = if connect { Exposing::Connect } else { Exposing::Hold { writable } };
+    let ExposeQuery { connect, writable, snapshot, sealed } = query;
+    let what = Exposing::of_query(connect, writable, snapshot.as_deref(), sealed)?;
     // Before the upgrade, so that the client can read a refusal.
     let (stream, exposure) = services::disks::expose(&control, &caller, &vm, &disk, what).await?;
     Ok(upgrade.max_message_size(MESSAGE_MAX).max_frame_size(MESSAGE_MAX).on_upgrade(

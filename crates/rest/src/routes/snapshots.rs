@@ -42,8 +42,8 @@ pub(super) async fn show(
     Ok(Json(services::snapshots::show(&control, &caller, &vm, &snapshot).await?))
 }
 
-/// Takes a snapshot of the disks of a VM, off or running: of all of them at one instant. A guest that runs sees a short
-/// pause of its disks.
+/// Takes a snapshot of the disks of a VM, off, running or suspended: of all of them at one instant. A guest that runs sees a
+/// short pause of its disks.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/snapshots", tag = "snapshots",
     params(("vm" = String, Path, description = "The VM's name or id"), DryRunQuery),
     request_body = Option<TakeSnapshot>, responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
@@ -59,7 +59,8 @@ pub(super) async fn take(
 }
 
 /// Has the disks of a VM hold what they held when a snapshot was taken. What they hold now is lost, as far as no other snapshot keeps
-/// it. The VM is off and stays so, unless `running` is asked for.
+/// it. The VM is off and stays so, unless `running` is asked for. The memory of one that is suspended is given up with `discard_memory`; without
+/// it the VM is refused, unless a snapshot keeps that memory.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/snapshots/{snapshot}/revert", tag = "snapshots",
     params(("vm" = String, Path, description = "The VM's name or id"),
            ("snapshot" = String, Path, description = "The snapshot's name, or its id"), DryRunQuery),

@@ -94,6 +94,7 @@ async fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
         "ExamineDisk",
         "ExamineNic",
         "MeasureKept",
+        "MeasureMedium",
         "ExamineJob",
         "ExamineChange",
         "MeasureDatastore",

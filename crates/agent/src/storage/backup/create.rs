@@ -202,9 +202,7 @@ impl Creating {
             check_room(begun, length, [&image].into_iter().chain(&layers))?;
         }
         let tpm = match disk.role {
-            DiskRole::Tpm => {
-                Some(tpm::write(&begun.files, self.spec.vm, disk, self.tpm.as_deref())?)
-            }
+            DiskRole::Tpm => Some(tpm::write(&begun.files, &self.spec, disk, self.tpm.as_deref())?),
             _ => None,
         };
         let (extension, format) = match (&below, facts) {

@@ -45,8 +45,9 @@ pub fn manifest_of(
     kek: Option<&SecretBytes>,
     suspended: bool,
 ) -> Result<BackupManifest, Problem> {
-    // Of no datastore: where its disks are is in the descriptor. Nor are its snapshots in the backup.
-    let vm = VmSpec { snapshots: Vec::new(), ..spec.clone() };
+    // Of no datastore: where its disks are is in the descriptor. Nor are its snapshots in the backup, and what users say of the VM is
+    // not of the time of the backup.
+    let vm = VmSpec { snapshots: Vec::new(), about: None, ..spec.clone() };
     let overlays = disks.iter().any(|disk| disk.format == ImageFormat::Qcow2);
     // Earlier versions of vmseal restore what has neither of these as they always did.
     let has_tpm = disks.iter().any(|disk| disk.tpm.is_some());
@@ -63,7 +64,7 @@ pub fn manifest_of(
         parent: job.parent.filter(|_| overlays),
         quiesced: job.quiesced,
         suspended,
-        vm: descriptor::of(&vm, DatastoreId::default(), None)?,
+        vm: descriptor::of(&vm, DatastoreId::default(), None, None)?,
         disks,
         mac: None,
     };

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::atomic_file;
 use vmseal_api::host::backup::{BackedUpDisk, BackupManifest, BackupPlace};
-use vmseal_api::host::{DiskSpec, KeyReference, RestoredFrom, VmSpec};
+use vmseal_api::host::{DiskRole, DiskSpec, KeyReference, RestoredFrom, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_luks::Identity;
@@ -30,7 +30,7 @@ use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal, is_preallocated};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
-use crate::storage::facts::{from_api, to_api};
+use crate::storage::facts::{from_api, role_of, to_api};
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
 use crate::storage::image_notes::{Noted, is_encrypted};
@@ -38,7 +38,7 @@ use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
 use crate::storage::replica;
-use crate::storage::tpm_state;
+use crate::storage::{tpm_place, tpm_state};
 
 /// How much of a header is overwritten at a time, in bytes: few calls, and little memory.
 const WIPED_AT_ONCE: usize = 1 << 20;
@@ -294,7 +294,12 @@ impl Restoring {
         wipe(file, data_offset(&entry.facts)).map_err(|error| failed(&path, "written", &error))?;
         let context = keys::context(self.spec.vm, vm_key.reference);
         // The VM that was backed up has the same data key, and so has each other VM that is made of this backup.
-        let identity = Identity { disk: disk.disk.0, holes: opened.holes, shared: true };
+        let identity = Identity {
+            disk: disk.disk.0,
+            holes: opened.holes,
+            shared: true,
+            role: role_of(&self.spec, disk),
+        };
         let (dek, kek) = (&opened.dek, vm_key.kek);
         let made = vmseal_luks::create(file, disk.size, dek, kek, &context, identity);
         let made = made.map_err(|error| header_problem(&disk.name, &error))?;
@@ -346,6 +351,9 @@ pub fn use_restored(spec: &VmSpec, disks: &[DiskSpec], task: TaskId) -> Result<(
     let mut found = false;
     for disk in disks {
         let home = Home::of(&disk.datastore, spec.vm)?;
+        if disk.role == DiskRole::Tpm {
+            tpm_place::settle_at_rest(spec, disk)?;
+        }
         // First what a TPM kept: a disk of a TPM without it has lost it.
         found |= tpm_state::put(&home.tpm_state(disk.disk), &home.restored_tpm(disk.disk, task))?;
         let (from, to) = (home.restored(disk.disk, task), home.image(disk.disk));

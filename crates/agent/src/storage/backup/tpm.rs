@@ -11,9 +11,8 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::DiskSpec;
 use vmseal_api::host::backup::{BackedUpDisk, BackedUpTpm, TPM_STATE_MAX};
-use vmseal_api::id::VmId;
+use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 use vmseal_secret::digest::sha256;
@@ -25,8 +24,7 @@ use crate::process::run_dir::ProcessDir;
 use crate::process::users::Slot;
 use crate::storage::builder::internal;
 use crate::storage::file_error::failed;
-use crate::storage::home::Home;
-use crate::storage::{tpm_disk, tpm_state};
+use crate::storage::{tpm_disk, tpm_place, tpm_state};
 
 /// The directory, in that of the processes of a verification, of what a TPM kept.
 const SCRATCH: &str = "tpm-state";
@@ -43,9 +41,8 @@ impl TpmToKeep {
     ///
     /// # Errors
     /// `wrong-state` where the datastore is not there.
-    pub fn of(vm: VmId, disk: &DiskSpec) -> Result<Self, Problem> {
-        let path = Home::of(&disk.datastore, vm)?.tpm_state(disk.disk);
-        Ok(Self { path, kept: OnceLock::new() })
+    pub fn of(vm: &VmSpec, disk: &DiskSpec) -> Result<Self, Problem> {
+        Ok(Self { path: tpm_place::of(vm, disk)?, kept: OnceLock::new() })
     }
 
     /// It is the instant. What cannot be read now is read again when the backup is written. Blocks.
@@ -64,7 +61,7 @@ impl TpmToKeep {
 /// `damaged` where it is missing; those of the file system.
 pub(super) fn write(
     files: &Unfinished,
-    vm: VmId,
+    vm: &VmSpec,
     disk: &DiskSpec,
     taken: Option<&TpmToKeep>,
 ) -> Result<BackedUpTpm, Problem> {
@@ -72,7 +69,7 @@ pub(super) fn write(
     let later = taken.is_none();
     let state = match taken {
         Some(state) => state.clone(),
-        None => tpm_state::read(&Home::of(&disk.datastore, vm)?.tpm_state(disk.disk))?,
+        None => tpm_state::read(&tpm_place::of(vm, disk)?)?,
     };
     let name = format!("{}.tpm", disk.name);
     let mut file = files.make(&name)?;

@@ -143,8 +143,12 @@ mod tests {
         let mut file = home.begin(&spec, &disk, offset + disk.size).unwrap();
         let facts = if encrypted {
             let dek = SecretBytes::random(DEK_LEN).unwrap();
-            let identity =
-                Identity { disk: disk.disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+            let identity = Identity {
+                disk: disk.disk.0,
+                holes: vmseal_luks::Holes::Zero,
+                shared: false,
+                role: Default::default(),
+            };
             let made = vmseal_luks::create(&mut file, disk.size, &dek, &kek, &context, identity);
             encrypt(&mut data, &dek);
             to_api(&made.unwrap())

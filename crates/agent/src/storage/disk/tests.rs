@@ -1,6 +1,7 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
+use vmseal_api::hardware::VARIABLES_SIZE;
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, NoticeCode};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::transfer::ImageFormat;
@@ -68,9 +69,12 @@ impl Bench {
         index: usize,
         source: Option<ImageSource>,
     ) -> Result<DiskFacts, Problem> {
+        self.create_of(index, source.map(Source::Image)).await
+    }
+
+    async fn create_of(&self, index: usize, source: Option<Source>) -> Result<DiskFacts, Problem> {
         let kek = Some(self.kek.try_clone().unwrap());
         let disk = self.spec.disk_at(index).unwrap().clone();
-        let source = source.map(Source::Image);
         let new_disk = NewDisk { spec: self.spec.clone(), disk, kek, source };
         let (_running, cancelled) = oneshot::channel();
         create(new_disk, &self.builder, |_, _| {}, cancelled).await
@@ -246,4 +250,27 @@ async fn a_source_that_cannot_be_imported_leaves_nothing() {
         let left = home.image(bench.spec.disk_at(0).unwrap().disk);
         assert!(!left.parent().unwrap().exists(), "{problem}");
     }
+}
+
+#[tokio::test]
+async fn variables_that_cannot_be_taken_leave_nothing_and_a_disk_that_is_made_needs_none() {
+    let mut bench = bench();
+    let disk = bench.spec.disk_at_mut(0).unwrap();
+    (disk.role, disk.size) = (DiskRole::UefiVariables, VARIABLES_SIZE);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("web_VARS.fd");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    let taken = || {
+        let source = ImageSource { path: path.clone(), format: ImageFormat::Raw, force: false };
+        Some(Source::TakenVariables(source, Firmware::Uefi))
+    };
+    let refused = bench.create_of(0, taken()).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("uefi_variables"), "{refused}");
+    assert!(refused.detail.contains("has 4096 bytes"), "{refused}");
+    let home = Home::of(&bench.spec.disk_at(0).unwrap().datastore, bench.spec.vm).unwrap();
+    let left = home.image(bench.spec.disk_at(0).unwrap().disk);
+    assert!(!left.parent().unwrap().exists(), "something was left");
+    let facts = bench.create(0).await.unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(bench.create_of(0, taken()).await.unwrap(), facts);
 }

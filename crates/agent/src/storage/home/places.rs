@@ -5,10 +5,10 @@ use std::io;
 use std::path::PathBuf;
 
 use uuid::Uuid;
-use vmseal_api::id::{DiskId, DumpId, SnapshotId, TaskId, VmId};
+use vmseal_api::id::{DiskId, DumpId, MigrationId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::Problem;
 
-use super::{ARRIVING, Beside, CORE, Home, LEASE, MEMORY, is_base};
+use super::{ARRIVING, Beside, CORE, Home, LEASE, MEMORY, is_base, of_arriving_tpm};
 use crate::storage::file_error::failed;
 
 impl Home {
@@ -46,6 +46,34 @@ impl Home {
     #[must_use]
     pub fn tpm_state(&self, disk: DiskId) -> PathBuf {
         self.path.join(format!("{disk}.tpm"))
+    }
+
+    /// What the TPM keeps of a guest that comes from a host with the same datastore, until it takes that place
+    /// ([`crate::storage::tpm_place`]).
+    #[must_use]
+    pub fn arriving_tpm(&self, disk: DiskId, migration: MigrationId) -> PathBuf {
+        self.path.join(format!("{disk}.tpm-{migration}"))
+    }
+
+    /// All of these that are there.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn arriving_tpms(&self, disk: DiskId) -> Result<Vec<(MigrationId, PathBuf)>, Problem> {
+        let entries = match std::fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(failed(&self.path, "read", &error)),
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|error| failed(&self.path, "read", &error))?;
+            match of_arriving_tpm(&entry.file_name().to_string_lossy()) {
+                Some((of, migration)) if of == disk => found.push((migration, entry.path())),
+                _ => {}
+            }
+        }
+        Ok(found)
     }
 
     /// What takes its place with the copy of that disk.

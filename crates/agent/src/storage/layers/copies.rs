@@ -235,7 +235,8 @@ fn rename_if_there(from: &Path, to: &Path) -> Result<bool, Problem> {
 }
 
 /// Removes the layers of what a disk was before, and their note last. `overwrite` gets each file before it is removed; `overwrite_base` each
-/// of those that a linked clone stood on, where it has no name anywhere else, and whether it begins with the header. Blocks.
+/// of those that a linked clone stood on, where it has no name anywhere else, and whether it begins with the header. `left` gets the inodes
+/// of those that have. Blocks.
 ///
 /// # Errors
 /// `in-use`; those of the file system and of what overwrites.
@@ -244,6 +245,7 @@ pub fn drop_sources(
     disk: DiskId,
     mut overwrite: impl FnMut(&Path, &File) -> Result<(), Problem>,
     overwrite_base: impl FnMut(&File, bool) -> Result<(), Problem>,
+    left: &mut Vec<u64>,
 ) -> Result<(), Problem> {
     let path = home.source_layers_note(disk);
     let Some(layers) = note::read_at(&path)? else { return Ok(()) };
@@ -254,7 +256,7 @@ pub fn drop_sources(
         home.remove_locked(&path)?;
     }
     if let Some(base) = layers.base() {
-        drop_base(home, disk, base.files.len(), overwrite_base)?;
+        drop_base(home, disk, base.files.len(), overwrite_base, left)?;
     }
     home.remove_note(&path)
 }
@@ -267,28 +269,32 @@ fn drop_base(
     disk: DiskId,
     count: usize,
     mut overwrite: impl FnMut(&File, bool) -> Result<(), Problem>,
+    left: &mut Vec<u64>,
 ) -> Result<(), Problem> {
     for place in 0..count {
         let path = home.base(disk, place, count);
         match open_locked(&path, Access::Write) {
             Ok(None) => {}
             Ok(Some(file)) => {
-                if !sharing::has_other_names(&file).map_err(internal)? {
+                if sharing::has_other_names(&file).map_err(internal)? {
+                    left.push(file.metadata().map_err(internal)?.ino());
+                } else {
                     overwrite(&file, place + 1 == count)?;
                 }
                 home.remove_locked(&path)?;
             }
-            // The filter of the other VM has it, under its name there.
-            Err(problem) if problem.code == ErrorCode::InUse && has_other_names(&path)? => {
+            Err(problem) if problem.code == ErrorCode::InUse => {
+                let found = path.symlink_metadata();
+                let found = found.map_err(|error| failed(&path, "looked at", &error))?;
+                if found.nlink() < 2 {
+                    return Err(problem);
+                }
+                // The filter of the other VM has it, under its name there.
+                left.push(found.ino());
                 home.remove_locked(&path)?;
             }
             Err(problem) => return Err(problem),
         }
     }
     home.remove_base(disk)
-}
-
-fn has_other_names(path: &Path) -> Result<bool, Problem> {
-    let found = path.symlink_metadata().map_err(|error| failed(path, "looked at", &error))?;
-    Ok(found.nlink() > 1)
 }

@@ -67,7 +67,8 @@ impl Bench {
         let mut file = at.begin(&source, source.disk_at(0).unwrap(), length).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
         let context = keys::context(source.vm, source.key.as_ref().unwrap());
-        let identity = Identity { disk: disk.0, holes: Holes::Zero, shared: false };
+        let identity =
+            Identity { disk: disk.0, holes: Holes::Zero, shared: false, role: Default::default() };
         let facts =
             vmseal_luks::create(&mut file, SIZE, &dek, &source_kek, &context, identity).unwrap();
         at.finish(disk, &file).unwrap();

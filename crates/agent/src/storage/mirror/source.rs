@@ -2,20 +2,23 @@
 //!
 //! With it go the layers that it had, its replica, and what was beside it: memory, core dumps, what a TPM kept. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
 //! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
-//! the name here goes ([`crate::storage::linking`]). The last clone that has the file overwrites it, when it is copied itself. On storage that writes elsewhere (flash, copy-on-write and
+//! the name here goes ([`crate::storage::linking`]). What has become of the image is returned, for who asked for its removal. The last clone that has the file overwrites it, when it is copied itself. On storage that writes elsewhere (flash, copy-on-write and
 //! log-structured file systems, snapshots of the datastore) earlier versions of the blocks may remain: no program above the
 //! medium can promise otherwise.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Mirror, beside, tpm};
+use crate::mounts;
 use crate::storage::builder::internal;
 use crate::storage::home::Home;
 use crate::storage::layers;
@@ -34,19 +37,59 @@ const BLOCK: usize = 4096;
 /// flushes do not wait for gigabytes.
 const FLUSH_AFTER: u64 = 64 << 20;
 
-/// Overwrites and removes the former image of a disk, then what was noted of its copy. Where nothing is left, nothing is done.
-/// `progress` receives the bytes done and the total. Blocks.
+/// What has become so far of what a disk had before. A removal that meets a file in use is begun again with it.
+#[derive(Debug, Default)]
+pub struct Removed {
+    /// Whether the image was there: else an earlier agent may have removed it, and files that follow it.
+    image: bool,
+    /// The files that were not overwritten, as they have further names, by inode.
+    shared: BTreeSet<u64>,
+    /// The linked clones that have those names, as far as they are known.
+    clones: BTreeSet<String>,
+    /// Whether the medium of the image is told which blocks are free.
+    discard: Discard,
+}
+
+impl Removed {
+    /// Whether a file stays as it is for who has further names of it; if so, that is noted.
+    fn is_shared(&mut self, home: &Home, path: &Path, file: &File) -> Result<bool, Problem> {
+        let Some(clones) = clones_with(home, path, file)? else { return Ok(false) };
+        self.shared.insert(file.metadata().map_err(internal)?.ino());
+        self.clones.extend(clones);
+        Ok(true)
+    }
+
+    /// What has become of the former image of a disk, which had these facts.
+    fn of(&self, disk: &DiskSpec, facts: &DiskFacts) -> FormerImage {
+        let in_the_clear = *facts == DiskFacts::Raw;
+        let fate = match (self.shared.is_empty(), self.image) {
+            (false, _) => FormerFate::Shared {
+                in_the_clear,
+                clones: self.clones.iter().cloned().collect(),
+                inodes: self.shared.iter().copied().collect(),
+            },
+            (true, false) => FormerFate::NotKnown,
+            (true, true) if in_the_clear => FormerFate::Overwritten,
+            (true, true) => FormerFate::HeaderOverwritten,
+        };
+        FormerImage { disk: disk.disk, name: disk.name.clone(), fate, discard: self.discard }
+    }
+}
+
+/// Overwrites and removes the former image of a disk, then what was noted of its copy. Returns what has become of it; where nothing is
+/// left, nothing is done. `progress` receives the bytes done and the total. Blocks.
 ///
 /// # Errors
 /// `wrong-state` before the disk has pivoted; `in-use` while a filter has the file open; `cancelled`.
 pub fn remove(
     spec: &VmSpec,
     disk: &DiskSpec,
+    removed: &mut Removed,
     progress: impl Fn(u64, u64),
     is_cancelled: impl Fn() -> bool,
-) -> Result<(), Problem> {
+) -> Result<Option<FormerImage>, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
-    let Some(mirror) = Mirror::find(&home, disk.disk)? else { return Ok(()) };
+    let Some(mirror) = Mirror::find(&home, disk.disk)? else { return Ok(None) };
     if !mirror.pivoted {
         let what = format!("disk '{}' is still being copied", disk.name);
         return Err(Problem::new(ErrorCode::WrongState, what));
@@ -56,8 +99,10 @@ pub fn remove(
     let path = home.source(disk.disk);
     let facts = &mirror.note.source_facts;
     if let Some(file) = open_locked(&path, Access::Write)? {
+        removed.image = true;
+        removed.discard = mounts::discard(&file).unwrap_or_default();
         let end = end_of(facts, &file, true)?;
-        if !is_of_others(&home, &path, &file)? {
+        if !removed.is_shared(&home, &path, &file)? {
             overwrite(&file, end, |done| progress(done, end), &is_cancelled)
                 .map_err(|problem| problem.unwrap_or_else(ended))?;
         }
@@ -65,16 +110,11 @@ pub fn remove(
     }
     if mirror.note.layers {
         // After the image, whose header has the key of encrypted ones.
-        let drop_file = |file: &File, has_header| {
+        drop_layers(&home, &mirror, removed, |file, has_header| {
             let end = end_of(facts, file, has_header)?;
             overwrite(file, end, |done| progress(done, end), &is_cancelled)
                 .map_err(|problem| problem.unwrap_or_else(ended))
-        };
-        let drop_layer = |path: &Path, file: &File| match is_of_others(&home, path, file)? {
-            true => Ok(()),
-            false => drop_file(file, false),
-        };
-        layers::drop_sources(&home, disk.disk, drop_layer, &drop_file)?;
+        })?;
     }
     beside::drop_sources(&mirror, |file, end| {
         overwrite(file, end, |_| {}, &is_cancelled).map_err(|problem| problem.unwrap_or_else(ended))
@@ -91,7 +131,31 @@ pub fn remove(
     tpm::drop_sources(&mirror)?;
     home.remove(&home.mirror_map(disk.disk))?;
     home.remove_note(&home.mirror_pace(disk.disk))?;
-    mirror.remove_notes()
+    mirror.remove_notes()?;
+    Ok(Some(removed.of(disk, facts)))
+}
+
+/// Removes the former layers of a disk, and the names of what it stood on; `overwrite` gets each file that nobody else has, and whether it
+/// begins with the header.
+fn drop_layers(
+    home: &Home,
+    mirror: &Mirror,
+    removed: &mut Removed,
+    overwrite: impl Fn(&File, bool) -> Result<(), Problem>,
+) -> Result<(), Problem> {
+    // They are found by the names that are removed here.
+    let clones = sharing::clones_of(home, &home.base_files(Some(mirror.disk))?);
+    let mut left = Vec::new();
+    let drop_layer = |path: &Path, file: &File| match removed.is_shared(home, path, file)? {
+        true => Ok(()),
+        false => overwrite(file, false),
+    };
+    let dropped = layers::drop_sources(home, mirror.disk, drop_layer, &overwrite, &mut left);
+    if !left.is_empty() {
+        removed.shared.extend(left);
+        removed.clones.extend(clones.unwrap_or_default());
+    }
+    dropped
 }
 
 /// Up to where a former file is overwritten: of what was encrypted that is the header, where it begins with that.
@@ -104,20 +168,20 @@ fn end_of(facts: &DiskFacts, file: &File, has_header: bool) -> Result<u64, Probl
     })
 }
 
-/// Whether a former file has further names, and so stays as it is for who has those: linked clones, as far as is known. Their names on the
-/// datastore do not decide, as a clone's directory may have been renamed. Nobody gives it another name from here on: its disk has pivoted, and
-/// [`crate::storage::linking`] looks for that afterwards.
-fn is_of_others(home: &Home, path: &Path, file: &File) -> Result<bool, Problem> {
+/// The linked clones that have further names of a former file, as far as they are known: it stays as it is for who has those. None where it has
+/// no further name. That alone decides, and not whether clones are found, as a clone's directory may have been renamed. Nobody gives the
+/// file another name from here on: its disk has pivoted, and [`crate::storage::linking`] looks for that afterwards.
+fn clones_with(home: &Home, path: &Path, file: &File) -> Result<Option<Vec<String>>, Problem> {
     if !sharing::has_other_names(file).map_err(internal)? {
-        return Ok(false);
+        return Ok(None);
     }
     let clones = sharing::clones_of(home, &[path.to_owned()]).unwrap_or_default();
     // Those may have gone while they were looked for, and have left the file to who is the last.
     if !sharing::has_other_names(file).map_err(internal)? {
-        return Ok(false);
+        return Ok(None);
     }
     tracing::warn!(path = %path.display(), clones = %clones.join(", "), "it has further names and is not overwritten: linked clones keep it");
-    Ok(true)
+    Ok(Some(clones))
 }
 
 fn ended() -> Problem {

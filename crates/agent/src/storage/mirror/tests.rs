@@ -8,10 +8,12 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
+use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
 use vmseal_api::id::DatastoreId;
 use vmseal_secret::KEK_LEN;
 
+use super::source::Removed;
 use super::*;
 use crate::storage::datastore;
 
@@ -92,8 +94,20 @@ impl Bench {
         files_of(&self.home())
     }
 
-    fn remove_source(&self) -> Result<(), Problem> {
-        source::remove(&self.spec, self.disk(), |_, _| {}, || false)
+    fn remove_source(&self) -> Result<Option<FormerImage>, Problem> {
+        self.remove_more(&mut Removed::default())
+    }
+
+    /// The same of a removal that has been begun.
+    fn remove_more(&self, removed: &mut Removed) -> Result<Option<FormerImage>, Problem> {
+        source::remove(&self.spec, self.disk(), removed, |_, _| {}, || false)
+    }
+
+    /// Removes the former image: what has become of it.
+    fn fate(&self) -> FormerFate {
+        let former = self.remove_source().unwrap().unwrap();
+        assert_eq!((former.disk, &former.name), (self.disk().disk, &self.disk().name));
+        former.fate
     }
 }
 
@@ -244,11 +258,24 @@ fn what_was_in_the_clear_is_overwritten_before_it_is_removed() {
     let held = open_locked(&path, Access::Write).unwrap().unwrap();
     assert_eq!(bench.remove_source().unwrap_err().code, ErrorCode::InUse);
     drop(held);
-    let stopped = source::remove(&bench.spec, bench.disk(), |_, _| {}, || true);
+    let mut removed = Removed::default();
+    let stopped = source::remove(&bench.spec, bench.disk(), &mut removed, |_, _| {}, || true);
     assert_eq!(stopped.unwrap_err().code, ErrorCode::Cancelled);
     assert!(path.exists());
-    bench.remove_source().unwrap();
+    assert_eq!(bench.fate(), FormerFate::Overwritten);
+    assert_eq!(bench.remove_source().unwrap(), None, "it was removed before");
     assert!(!path.exists() && content(&kept).iter().all(|byte| *byte == 0));
+}
+
+/// An agent that dies between the end of the image and that of its notes takes along what it knew.
+#[test]
+fn of_an_image_that_is_gone_nobody_says_that_it_was_overwritten() {
+    let bench = bench();
+    bench.begin().unwrap();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    std::fs::remove_file(bench.home().source(bench.disk().disk)).unwrap();
+    assert_eq!(bench.fate(), FormerFate::NotKnown);
 }
 
 /// The header is what opens the former image of a disk that was encrypted before.
@@ -271,7 +298,7 @@ fn of_what_was_encrypted_the_header_is_overwritten() {
     bench.pivot();
     take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
     let kept = File::open(home.source(disk)).unwrap();
-    bench.remove_source().unwrap();
+    assert_eq!(bench.fate(), FormerFate::HeaderOverwritten);
     let left = content(&kept);
     assert!(left[..32 << 10].iter().all(|byte| *byte == 0));
     assert_eq!(&left[64 << 10..][..MARKER.len()], MARKER, "ciphertext without a key stays");

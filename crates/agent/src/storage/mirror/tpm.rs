@@ -27,7 +27,7 @@ use crate::storage::builder::{DiskBuilder, internal, too_many};
 use crate::storage::home::Home;
 use crate::storage::tpm_disk::key_of;
 use crate::storage::tpm_handover::Side;
-use crate::storage::{opening, tpm_state};
+use crate::storage::{opening, tpm_place, tpm_state};
 
 /// What a TPM keeps, to be copied.
 pub struct CopyTpm {
@@ -81,6 +81,7 @@ impl CopyTpm {
         let Some(mirror) = mirror.filter(|mirror| !mirror.pivoted) else { return Ok(None) };
         let (source, target, id) = (mirror.source()?, mirror.target()?, disk.disk);
         let former = opening::open_for_key(spec, disk, facts, kek.as_ref())?;
+        tpm_place::settle(spec, disk)?;
         let copy = image_of_copy(&mirror, disk)?;
         let dek = copy_dek(&mirror.note, spec, disk, kek.as_ref(), &copy)?;
         let dek = dek.ok_or_else(|| internal("the copy of a TPM's disk has no key"))?;

@@ -4,7 +4,7 @@ use uuid::Uuid;
 use vmseal_api::id::DiskId;
 use vmseal_api::proof::{FileKind, ImageKind};
 
-use crate::storage::home::{ARRIVING, CORE, DESCRIPTOR, LEASE, MEMORY, is_base};
+use crate::storage::home::{ARRIVING, CORE, DESCRIPTOR, LEASE, MEMORY, is_base, of_arriving_tpm};
 
 /// What swtpm locks; it is empty.
 const TPM_LOCK: &str = ".lock";
@@ -62,7 +62,8 @@ pub fn name_of(name: &str) -> Named {
 #[must_use]
 pub fn is_tpm_directory(name: &str) -> bool {
     let ends = [".tpm", ".copy-tpm", ".copy-tpm.new", ".source-tpm"];
-    ends.iter().filter_map(|end| name.strip_suffix(*end)).any(|disk| disk.parse::<DiskId>().is_ok())
+    let mut of = ends.iter().filter_map(|end| name.strip_suffix(*end));
+    of.any(|disk| disk.parse::<DiskId>().is_ok()) || of_arriving_tpm(name).is_some()
 }
 
 /// What a file in that directory is.
@@ -113,5 +114,7 @@ mod tests {
         }
         assert!(is_tpm_directory(&format!("{disk}.tpm")) && !is_tpm_directory("x.tpm"));
         assert!(is_tpm_directory(&format!("{disk}.copy-tpm.new")));
+        assert!(is_tpm_directory(&format!("{disk}.tpm-{}", Uuid::now_v7())));
+        assert!(!is_tpm_directory(&format!("{disk}.tpm-restored-{disk}")));
     }
 }

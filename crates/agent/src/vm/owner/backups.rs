@@ -58,8 +58,8 @@ impl Owner {
         let Some(disk) = tpm::disk_of(&self.spec).filter(|_| job.tracked.is_some()).cloned() else {
             return Ok(None);
         };
-        let vm = self.spec.vm;
-        let of = spawn_blocking(move || TpmToKeep::of(vm, &disk)).await.map_err(internal)??;
+        let vm = self.spec.clone();
+        let of = spawn_blocking(move || TpmToKeep::of(&vm, &disk)).await.map_err(internal)??;
         let of = Arc::new(of);
         self.kept_tpm = Some((job.snapshot, Arc::clone(&of)));
         Ok(Some(of))

@@ -1,5 +1,6 @@
 //! The descriptors of a VM on its datastores: written again in the background when what they say has changed, or when
-//! the key is there that authenticates them. A datastore that does not answer holds up nothing.
+//! the key is there that authenticates them. A datastore that does not answer holds up nothing. A descriptor that names the
+//! key of the disks stays as it is where the VM is registered with another one: that is a notice.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,19 +11,18 @@ use std::time::Duration;
 
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
-use vmseal_api::datastore::{Claim, ImageContent};
-use vmseal_api::host::{DatastoreSpec, VmSpec};
-use vmseal_api::id::{DatastoreId, DiskId};
+use vmseal_api::host::{DatastoreSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::Owner;
 use crate::keys;
-use crate::storage::contents::look;
 use crate::storage::descriptor;
 use crate::storage::facts::from_api;
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
+use crate::storage::named_keys;
 use crate::storage::opening::header_problem;
 
 /// How long a VM that is unregistered waits for its descriptors: a datastore that answers takes less.
@@ -60,20 +60,49 @@ impl Owner {
             }
         }
         let before: Option<JoinHandle<()>> = self.describing.take();
+        let tell = self.tell_other_key.clone();
         self.describing = Some(tokio::spawn(async move {
             if let Some(before) = before {
                 // What it wrote is older.
                 let _ = before.await;
             }
             let write = move || {
+                let mut other_key: Option<String> = None;
                 for place in places.values() {
-                    if let Err(problem) = describe_at(place, &spec, kek.as_ref()) {
+                    let Err(problem) = describe_at(place, &spec, kek.as_ref()) else { continue };
+                    if problem.code == ErrorCode::KeyMismatch {
+                        other_key = other_key.or(Some(problem.detail));
+                    } else {
                         tracing::warn!(vm = %spec.vm, %problem, "its descriptor is not up to date");
                     }
+                }
+                let told = tell.borrow().clone();
+                if told != other_key {
+                    if let Some(why) = &other_key {
+                        tracing::warn!(vm = %spec.vm, why, "its descriptor is left as it is");
+                    }
+                    tell.send_replace(other_key);
                 }
             };
             let _ = spawn_blocking(write).await;
         }));
+    }
+}
+
+impl Owner {
+    /// What an operator should know of its key.
+    pub(super) fn notice_of_key(&self) -> Option<Notice> {
+        let why = self.other_key.borrow().clone()?;
+        let detail = format!("its descriptor is left as it is: {why}");
+        Some(Notice { code: NoticeCode::KeyDiffers, disk: None, detail })
+    }
+
+    /// Tries again to write the descriptors that were left as they are: the headers may have changed since.
+    pub(super) fn describe_if_left(&mut self) {
+        let left = self.other_key.borrow().is_some();
+        if left {
+            self.describe();
+        }
     }
 }
 
@@ -100,42 +129,16 @@ fn check_key(home: &Home, spec: &VmSpec, kek: Option<&SecretBytes>) -> Result<()
     }
     let described = there.iter().flat_map(|there| &there.disks).filter(|disk| disk.encrypted);
     for disk in described {
-        check_headers(home, spec, disk.disk)?;
+        named_keys::check(home, spec, disk.disk)?;
     }
     for disk in spec.disks().filter(|disk| disk.encrypted) {
-        check_headers(home, spec, disk.disk)?;
+        named_keys::check(home, spec, disk.disk)?;
         let pinned = disk.facts.as_ref().and_then(|facts| from_api(disk, facts));
         if let (Some(pinned), Some(key), Some(kek)) = (pinned, &spec.key, kek)
             && let Some(image) = opened(&home.image(disk.disk))?
         {
             vmseal_luks::open(&image, &pinned, kek, &keys::context(spec.vm, key))
                 .map_err(|error| header_problem(&disk.name, &error))?;
-        }
-    }
-    Ok(())
-}
-
-/// Refuses if the header of a disk in this home does not name the VM's key. A disk without an image here is passed over.
-fn check_headers(home: &Home, spec: &VmSpec, disk: DiskId) -> Result<(), Problem> {
-    for path in [home.image(disk), home.replica(disk)] {
-        let found = match look(&path) {
-            Ok(Some((_, ImageContent::Vmseal { claims }))) => claims,
-            // It has no header that names a key.
-            Ok(_) => continue,
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => return Err(failed(&path, "read", &error)),
-        };
-        let is_key = |claim: &Claim| {
-            let key = spec.key.as_ref();
-            key.is_some_and(|key| (claim.provider, &claim.key_id) == (key.provider, &key.key_id))
-        };
-        let own = |claim: &Claim| (claim.vm, claim.disk) == (spec.vm, disk) && is_key(claim);
-        if !found.iter().any(own) {
-            let what = format!(
-                "the header of {} names another key than the VM is registered with: the inventory may be older than the VM's last recryption (vmseal datastore adopt gives it the right key)",
-                path.display(),
-            );
-            return Err(Problem::new(ErrorCode::KeyMismatch, what));
         }
     }
     Ok(())
@@ -154,6 +157,7 @@ fn opened(path: &Path) -> Result<Option<File>, Problem> {
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
+    use vmseal_api::id::DiskId;
     use vmseal_secret::{DEK_LEN, KEK_LEN};
 
     use super::*;
@@ -166,8 +170,12 @@ mod tests {
         let mut file = open.open(home.image(disk)).unwrap();
         file.set_len(vmseal_luks::DATA_OFFSET + (1 << 20)).unwrap();
         let dek = SecretBytes::random(DEK_LEN).unwrap();
-        let identity =
-            vmseal_luks::Identity { disk: disk.0, holes: vmseal_luks::Holes::Zero, shared: false };
+        let identity = vmseal_luks::Identity {
+            disk: disk.0,
+            holes: vmseal_luks::Holes::Zero,
+            shared: false,
+            role: Default::default(),
+        };
         let context = keys::context(spec.vm, key);
         vmseal_luks::create(&mut file, 1 << 20, &dek, kek, &context, identity).unwrap();
     }
@@ -203,6 +211,18 @@ mod tests {
         make(&home, &spec, disk, &kek, &new);
         let refused = describe_at(&place, &older, Some(&kek)).unwrap_err();
         assert_eq!((refused.code, named()), (ErrorCode::KeyMismatch, Some(new.clone())));
+        // Nor by a disk that is begun under it.
+        let mut more = older.clone();
+        let added = DiskSpec {
+            disk: DiskId::new(),
+            name: "more".to_owned(),
+            ..older.disk_at(0).unwrap().clone()
+        };
+        more.devices.push(Device::Disk(added.clone()));
+        let length = vmseal_luks::DATA_OFFSET + added.size;
+        let refused = home.begin(&more, &added, length).unwrap_err();
+        assert_eq!((refused.code, named()), (ErrorCode::KeyMismatch, Some(new.clone())));
+        assert!(home.descriptor().unwrap().mac.is_some());
         // What else has changed is written.
         let renamed = VmSpec { name: "other".to_owned(), ..newer };
         describe_at(&place, &renamed, Some(&kek)).unwrap();

@@ -145,7 +145,7 @@ impl Owner {
             JobSpec::Snapshot(_) => {
                 self.may_work(Action::TakeSnapshot, spec).map(|()| Ready::Nothing)
             }
-            JobSpec::Revert(_) => self.may_work(Action::Revert, spec).map(|()| Ready::Nothing),
+            JobSpec::Revert(job) => self.ready_to_revert(job, spec).map(|()| Ready::Nothing),
             JobSpec::DropSnapshot(job) => {
                 self.may_work(Action::DropSnapshot, spec)?;
                 self.can_drop(job).await.map(|()| Ready::Nothing)
@@ -205,7 +205,10 @@ impl Owner {
                 DiskRole::Tpm => Some(Source::Tpm(self.shared.swtpm.clone())),
                 DiskRole::UefiVariables => {
                     let firmware = self.spec.hardware.firmware;
-                    Some(Source::Variables(self.shared.firmware.clone(), firmware))
+                    Some(match wanted.source.clone() {
+                        Some(source) => Source::TakenVariables(source, firmware),
+                        None => Source::Variables(self.shared.firmware.clone(), firmware),
+                    })
                 }
             };
             let kek = if disk.encrypted { self.clone_kek()? } else { None };
@@ -353,7 +356,7 @@ impl Owner {
             Report::Copied(Ok(())) => self.jobs.written(disk),
             Report::Converted(Ok(facts)) => self.converted(disk, facts),
             Report::Converted(Err(problem)) => self.give_up(disk, problem).await,
-            Report::SourceRemoved(Ok(())) => self.jobs.made(disk),
+            Report::SourceRemoved(Ok(former)) => self.jobs.removed(disk, former),
             Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,
             Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,
             Report::Proved(Ok(report)) => self.jobs.proved(disk, report),

@@ -3,8 +3,11 @@
 //! ```text
 //!  take    guest stopped ─► memory in vm.memory.snapshot-ID.creating, flushed ─► its name without .creating
 //!          ─► layers put on the notes (the snapshot is there) ─► guest goes on
-//!  revert  disks reverted ─► vm.memory is another name of the snapshot's file: the VM is suspended
+//!  take, of a VM that is suspended    vm.memory.snapshot-ID is another name of vm.memory ─► layers put on the notes
+//!  revert  [vm.memory removed: a VM that was suspended is off] ─► disks reverted
+//!          ─► vm.memory is another name of the snapshot's file: the VM is suspended
 //! ```
+//! At no moment is vm.memory there while the disks hold something else than what its guest knows.
 //! An agent that dies before the notes are written has the guest go on when it starts again, and the job is put again.
 
 use tokio::task::spawn_blocking;
@@ -36,7 +39,8 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         if self.power() != Power::Running {
-            let what = "does not run, and has no memory that a snapshot could keep";
+            let what =
+                "neither runs nor is suspended, and has no memory that a snapshot could keep";
             return Err(rules::wrong_state(&self.spec, what));
         }
         rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
@@ -63,6 +67,12 @@ impl Owner {
             }
             Err(problem) => self.not_kept(keeping, problem).await,
         }
+    }
+
+    /// Has a snapshot keep the memory that the VM is suspended with.
+    pub(super) async fn keep_saved_memory(&self, snapshot: SnapshotId) -> Result<(), Problem> {
+        let kept = self.files_of(snapshot).await?;
+        self.with_files(move |suspended| kept.keep_suspended(suspended)).await
     }
 
     async fn keep_with_disks(&mut self, keeping: &Keeping) -> Result<(), Problem> {

@@ -22,12 +22,13 @@ use crate::rules::find_disk;
 use crate::storage::lease;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
-use crate::vm::internal;
+use crate::storage::tpm_place;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
 use crate::vm::to_copy::{Departing, ToCopy};
+use crate::vm::{internal, tpm};
 
 impl Owner {
     /// The guest has run here since it was received: the job of that is done.
@@ -77,6 +78,7 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, what));
         }
         self.may_replace_filter().await?;
+        self.prepare_tpm(&job.copies).await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };
         let session = session_of(&self.shared, self.spec.vm, &departure.session)?;
         if let Some(copies) = &mut copies {
@@ -106,6 +108,33 @@ impl Owner {
         self.jobs.begin(task, spec);
         tracing::info!(vm = %self.spec.vm, to = %departure.to, "the VM is being sent to another host");
         Ok(())
+    }
+
+    /// Prepares what the TPM keeps to be beside what the other host's TPM keeps, where both hosts have its disk.
+    async fn prepare_tpm(&self, copies: &[DiskId]) -> Result<(), Problem> {
+        let of_tpm = tpm::disk_of(&self.spec).filter(|disk| !copies.contains(&disk.disk));
+        let (Some(disk), State::Running(running)) = (of_tpm.cloned(), &self.state) else {
+            return Ok(());
+        };
+        let (spec, received) = (self.spec.clone(), running.live.received);
+        let prepare = move || tpm_place::before_sent(&spec, &disk, received);
+        spawn_blocking(prepare).await.map_err(internal)?
+    }
+
+    /// The guest stays: removes what the other host has made for what its TPM keeps, if that has not.
+    async fn drop_arriving_tpm(&self) {
+        let (Some(disk), State::Running(_)) = (tpm::disk_of(&self.spec).cloned(), &self.state)
+        else {
+            return;
+        };
+        let spec = self.spec.clone();
+        let drop_debris = move || tpm_place::drop_debris(&spec, &disk);
+        let dropped =
+            spawn_blocking(drop_debris).await.unwrap_or_else(|error| Err(internal(error)));
+        if let Err(problem) = dropped {
+            // The next start, or migration, removes it.
+            tracing::warn!(vm = %self.spec.vm, %problem, "what was made for a TPM at another host is left");
+        }
     }
 
     /// The VM is sent at another rate from now on.
@@ -315,6 +344,7 @@ impl Owner {
         if handed_over {
             self.take_back().await?;
         }
+        self.drop_arriving_tpm().await;
         if let Some(running) = self.running()
             && running.sending.take().is_none()
             && !handed_over

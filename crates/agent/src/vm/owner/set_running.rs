@@ -351,6 +351,8 @@ impl Owner {
     /// Checks that a disk can be unplugged, and says how QEMU has it; none where the guest does not have it.
     fn may_unplug(&mut self, disk: DiskId) -> Result<Option<DiskInUse>, Problem> {
         let spec = self.spec.clone();
+        // What a snapshot keeps of it, too.
+        check_exposed(&spec, self.exposed.contains_key(&disk).then_some(disk).into_iter())?;
         let Some(running) = self.running() else { return Err(not_there()) };
         match running.live.disk(disk) {
             Some(DiskInUse { port: None, .. }) => Err(stays_plugged(&spec, disk)),
@@ -385,7 +387,8 @@ impl Owner {
         if spec.disks().any(|disk| disk.encrypted) && self.kek.is_none() {
             return Err(rules::locked(&spec));
         }
-        check_exposed(&spec, self.exposed.keys().copied())?;
+        let beside = self.exposed.iter().filter(|(_, exposed)| exposed.beside);
+        check_exposed(&spec, beside.map(|(disk, _)| *disk))?;
         let Some(running) = self.running() else { return Err(not_there()) };
         if !matches!(running.service, Service::Served(_)) {
             // In a moment it runs: the caller asks again.

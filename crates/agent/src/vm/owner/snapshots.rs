@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  take    layers made ─► file systems frozen ─► disks wait ─► layers put on the notes, and in the filter ─► thawed
-//!  revert  a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed; a replica is copied anew
+//!  revert  [saved memory given up] ─► a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed; a replica is copied anew
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
 //!            the active one, VM off or suspended ► merged; ends when the VM starts
@@ -25,8 +25,8 @@ use vmseal_api::host::{
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::Owner;
 use super::stacks::Put;
+use super::{Owner, State};
 use crate::hypervisor::plug;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
@@ -63,7 +63,7 @@ impl Owner {
         let (snapshot, of) = (job.snapshot, disks.clone());
         let taken = spawn_blocking(move || is_taken(vm, &of, snapshot));
         let taken = taken.await.map_err(internal)??;
-        if job.memory && !taken {
+        if job.memory && !taken && self.power() != Power::Suspended {
             return self.keep_memory(task, job.clone(), disks, spec).await;
         }
         let quiesced = match taken {
@@ -81,13 +81,17 @@ impl Owner {
         Ok(())
     }
 
-    /// Takes a snapshot; returns whether the guest's file systems were frozen meanwhile.
+    /// Takes a snapshot, with the memory of a guest only where that is saved; returns whether its file systems were frozen meanwhile.
     async fn take(&mut self, job: &SnapshotJob, disks: Vec<DiskSpec>) -> Result<bool, Problem> {
         let served = disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
         let served = served.into_iter().any(|disk| self.is_served(disk));
         let vm = self.spec.vm;
         let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
         let tpm = self.tpm_to_keep(job).await?;
+        if job.memory {
+            // Before the notes: a snapshot with memory is never there without it.
+            self.keep_saved_memory(job.snapshot).await?;
+        }
         let frozen = served && job.quiesce && self.freeze().await;
         let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7())), tpm).await;
         if frozen {
@@ -198,25 +202,34 @@ impl Owner {
         job: &RevertJob,
         spec: JobSpec,
     ) -> Result<(), Problem> {
+        if matches!(self.state, State::Off) {
+            // A memory that is found later would be used with other disks.
+            self.look_for_memory().await;
+        }
         if job.memory && self.is_reverted(job.snapshot).await? {
             self.jobs.begin(task, spec);
             job.disks.iter().for_each(|disk| self.jobs.made(*disk));
             return Ok(());
         }
-        self.may_work(Action::Revert, &spec)?;
+        self.ready_to_revert(job, &spec)?;
         self.are_not_copied(&job.disks).await?;
         let memory = if job.memory { Some(self.memory_of(job.snapshot).await?) } else { None };
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let name = self.spec.name.clone();
-        let revert = move || {
+        // All of them, before anything is changed.
+        let find = move || {
             let homes = disks.iter().map(|disk| {
                 let home = Home::of(&disk.datastore, vm)?;
                 let kept = layers::read(&home, disk.disk)?.layer_of(snapshot);
                 let kept = kept.ok_or_else(|| rules::no_snapshot(&name, disk, snapshot))?;
                 Ok((home, disk.disk, kept))
             });
-            // All of them, before anything is changed.
-            let homes = homes.collect::<Result<Vec<_>, Problem>>()?;
+            homes.collect::<Result<Vec<_>, Problem>>()
+        };
+        let homes = spawn_blocking(find).await.map_err(internal)??;
+        // Before the first disk changes: with disks of the snapshot the guest would destroy its file systems.
+        self.discard_memory().await?;
+        let revert = move || {
             homes.iter().try_for_each(|(home, disk, kept)| {
                 let layer = layers::begin_layer(home, *disk, *kept)?;
                 // Before the note: a replica has what the disk holds now.
@@ -232,6 +245,12 @@ impl Owner {
         self.jobs.begin(task, spec);
         job.disks.iter().for_each(|disk| self.jobs.made(*disk));
         Ok(())
+    }
+
+    /// Checks whether the VM could be reverted so.
+    pub(super) fn ready_to_revert(&self, job: &RevertJob, spec: &JobSpec) -> Result<(), Problem> {
+        self.may_work(Action::Revert, spec)?;
+        rules::check_revert(&self.spec, job, self.power())
     }
 
     pub(super) async fn put_drop_snapshot(

@@ -153,7 +153,7 @@ impl Owner {
         spawn_blocking(open).await.map_err(internal)?
     }
 
-    async fn with_files(
+    pub(super) async fn with_files(
         &self,
         work: impl FnOnce(&MemoryFiles) -> Result<(), Problem> + Send + 'static,
     ) -> Result<(), Problem> {

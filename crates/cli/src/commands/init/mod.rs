@@ -314,6 +314,7 @@ impl Init {
             cpu_model: None,
             downtime_milliseconds: None,
             messenger: None,
+            osd_encryption: None,
             redundancy: Default::default(),
             image_layout: Default::default(),
         };

@@ -3,10 +3,12 @@
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
-    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST, MIGRATE_DISKS,
-    MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE, MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST,
+    IMAGE_LAYOUTS, MIGRATE, MIGRATE_APART, MIGRATE_APART_SNAPSHOTS, MIGRATE_AT_REST,
+    MIGRATE_COMPRESSED, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+    MIGRATE_SUSPENDED, MIGRATE_TPM_AT_REST,
 };
 use vmseal_api::host::{Allocation, CopyRoom, DiskRole, HostAgent, HostDescription, KeptRoom};
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival, DiskOfArrival};
@@ -16,7 +18,7 @@ use crate::hosts::HostView;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};
-use crate::services::{Services, hardware, hosts, image_layouts};
+use crate::services::{Services, hardware, hosts, image_layouts, osds};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
@@ -72,7 +74,7 @@ pub(super) async fn look(
         looked.note("snapshots", Ok(((), told)));
     }
     let may = looked.is_ok();
-    let mut best: Option<(u64, Host, Datastore)> = None;
+    let mut best: Option<((bool, u64), Host, Datastore)> = None;
     let candidates = match &arrival.host {
         Some(name) => match hosts::find(services, name).await {
             Ok(host) => vec![host],
@@ -88,27 +90,30 @@ pub(super) async fn look(
         let mut here = Looked { host: Some(host.name.clone()), ..Looked::default() };
         let fit = fit(services, arrival, policy.as_ref(), &host, &mut here).await?;
         let fit = fit.filter(|_| here.is_ok());
+        // As within one control plane: first those to which all is sent encrypted, then those with the most free memory.
+        let rank = |free| (is_encrypted(arrival, &services.hosts.view(host.id)), free);
+        let fit = fit.map(|(free, datastore)| (rank(free), datastore));
         match fit {
-            Some((free, datastore)) if best.as_ref().is_none_or(|(most, ..)| free > *most) => {
-                (of_best, best) = (here.checks, Some((free, host, datastore)));
+            Some((rank, datastore)) if best.as_ref().is_none_or(|(most, ..)| rank > *most) => {
+                (of_best, best) = (here.checks, Some((rank, host, datastore)));
             }
             Some(_) => {}
             None => of_others.extend(here.checks),
         }
     }
     looked.checks.extend(if best.is_some() { of_best } else { of_others });
-    let chosen = match (policy, best) {
-        (Some(policy), Some((_, host, datastore))) if may => {
-            Some(Chosen { host, datastore, policy })
+    let (chosen, encrypted) = match (policy, best) {
+        (Some(policy), Some(((encrypted, _), host, datastore))) if may => {
+            (Some(Chosen { host, datastore, policy }), Some(encrypted))
         }
-        _ => None,
+        _ => (None, None),
     };
     if chosen.is_none() && looked.is_ok() {
         looked.note::<()>("host", Err("there is no host".to_owned()));
     }
     let host = chosen.as_ref().map(|chosen| chosen.host.name.clone());
     let datastore = chosen.as_ref().map(|chosen| chosen.datastore.name.clone());
-    Ok((ArrivalChecks { checks: looked.checks, host, datastore }, chosen))
+    Ok((ArrivalChecks { checks: looked.checks, host, datastore, encrypted }, chosen))
 }
 
 /// What comes with a VM of its guest's memory; none where it is not suspended.
@@ -237,6 +242,7 @@ async fn fit(
         return Ok(None);
     };
     looked.note("versions", versions(arrival, &view, &there));
+    looked.note("encryption", Ok(((), encryption(arrival, &view))));
     looked.note("accelerator", accelerator(arrival, &there));
     let vm = &arrival.vm;
     let hardware = agent.examine_hardware(vm.hardware.clone()).await;
@@ -291,13 +297,14 @@ fn versions(
         (MIGRATE, true),
         (MIGRATE_DISKS, true),
         (MIGRATE_STATE, with_state),
-        (MIGRATE_ENCRYPTED, vm.has_key),
+        (MIGRATE_ENCRYPTED, must_be_encrypted(vm)),
         (MIGRATE_APART, vm.has_key),
         (MIGRATE_SNAPSHOTS, with_snapshots),
         (MIGRATE_APART_SNAPSHOTS, with_snapshots && vm.has_key),
         (MIGRATE_AT_REST, arrival.at_rest),
         (MIGRATE_SUSPENDED, arrival.suspended.is_some()),
         (MIGRATE_TPM_AT_REST, arrival.at_rest && with_tpm),
+        (MIGRATE_COMPRESSED, arrival.compresses),
     ];
     for (feature, _) in needed.into_iter().filter(|(_, is_needed)| *is_needed) {
         if !view.has(feature) {
@@ -324,6 +331,31 @@ fn versions(
         ));
     }
     Ok(((), format!("vmseal {}, QEMU {}", there.vmseal, there.qemu)))
+}
+
+/// Whether what a VM is sent with must be encrypted.
+fn must_be_encrypted(vm: &ArrivingVm) -> bool {
+    vm.has_key || vm.migration_encryption == MigrationEncryption::Required
+}
+
+/// Whether what a VM is sent with to a host is encrypted.
+fn is_encrypted(arrival: &BeginArrival, view: &HostView) -> bool {
+    let sends = || arrival.source.features.iter().any(|it| it == MIGRATE_ENCRYPTED);
+    let asked = arrival.vm.migration_encryption != MigrationEncryption::Disabled;
+    must_be_encrypted(&arrival.vm) || asked && sends() && view.has(MIGRATE_ENCRYPTED)
+}
+
+/// The same for people.
+fn encryption(arrival: &BeginArrival, view: &HostView) -> String {
+    let told = match (is_encrypted(arrival, view), arrival.vm.migration_encryption) {
+        (true, _) => "what is sent is encrypted",
+        (false, MigrationEncryption::Disabled) => "what is sent is not encrypted, as the VM says",
+        (false, _) if !view.has(MIGRATE_ENCRYPTED) => {
+            "what is sent is not encrypted: its agent cannot"
+        }
+        (false, _) => "what is sent is not encrypted: the agent of the VM's host cannot",
+    };
+    told.to_owned()
 }
 
 fn accelerator(arrival: &BeginArrival, there: &HostDescription) -> Result<((), String), String> {
@@ -425,6 +457,12 @@ async fn room(
             && let Err(cannot) = image_layouts::takes(knows, policy, &spec, sizes)
         {
             why = format!("datastore '{}': {cannot}", datastore.name);
+            continue;
+        }
+        if let Some(refused) =
+            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
+        {
+            why = format!("datastore '{}': {refused}", datastore.name);
             continue;
         }
         match agent.measure_datastore(spec).await.map_err(failed)? {

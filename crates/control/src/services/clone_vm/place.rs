@@ -5,7 +5,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
 
 use crate::hosts::mounted;
-use crate::services::{Services, create_vm, image_layouts, redundancy};
+use crate::services::{Services, create_vm, image_layouts, osds, redundancy};
 use crate::store::datastores;
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
@@ -46,6 +46,7 @@ pub(super) async fn put(
     }
     let encrypted = mounted::require_messenger(write, policy, origin.host, made).await;
     encrypted.map_err(of_datastore)?;
+    osds::require(write, policy, made).await.map_err(of_datastore)?;
     redundancy::require(write, policy, made).await.map_err(of_datastore)
 }
 

@@ -54,6 +54,7 @@ pub(in crate::services) fn request(key: Option<SealedPassphrase>) -> AddDatastor
         location,
         existing: false,
         key,
+        osd_encryption: None,
     }
 }
 
@@ -259,6 +260,7 @@ fn only_of_a_key_that_the_server_holds_it_says_whether_it_is_the_current_one() {
         usage: None,
         pools: Vec::new(),
         key: Some("3fa9c1d2".to_owned()),
+        osds: Default::default(),
     });
     let current: Vec<_> =
         shown.hosts.into_iter().map(|on| on.mounted_key.unwrap().current).collect();

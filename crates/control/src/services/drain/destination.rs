@@ -34,16 +34,13 @@ pub(super) async fn of(
         return Err(for_good(format!("user '{user}' lacks the privilege '{privilege}'")));
     }
     migrate::require_sendable(services, vm).map_err(for_now)?;
-    migrate::choose(
-        services,
-        vm,
-        &disks,
-        &migrate::Asked { promised, place: None, compresses: false },
-        avoided,
-    )
-    .await
-    .map(|(fit, _)| fit)
-    .map_err(for_now)
+    migrate::require_compression(services, vm, drain.compress).map_err(for_now)?;
+    let asked = migrate::Asked { promised, place: None, compresses: drain.compress };
+    let chosen = migrate::choose(services, vm, &disks, &asked, avoided).await;
+    let (fit, _) = chosen.map_err(for_now)?;
+    // At last: no provider is asked again and again for a VM that no host can take.
+    migrate::require_key_or_wait(services, vm).await.map_err(for_now)?;
+    Ok(fit)
 }
 
 /// The order in which VMs are moved: the largest first, as what is left of hosts for small ones is no use to large ones.

@@ -64,6 +64,7 @@ pub async fn drain(
         parallel,
         stop_others: request.stop_others,
         rate: pace.bytes_per_second,
+        compress: request.compress,
         begun: Timestamp::now(),
         request_id: request_id::current(),
     };
@@ -107,7 +108,8 @@ fn how(drain: &Drain) -> String {
     let others = if drain.stop_others { ", those that cannot be moved are shut down" } else { "" };
     let rate =
         drain.rate.map_or_else(String::new, |rate| format!(", each at most {rate} bytes a second"));
-    format!("move VMs away, at most {} at a time{rate}{others}", drain.parallel)
+    let how = if drain.compress { ", their memory compressed" } else { "" };
+    format!("move VMs away, at most {} at a time{rate}{how}{others}", drain.parallel)
 }
 
 fn planned(host: &str, drain: &Drain) -> Plan {

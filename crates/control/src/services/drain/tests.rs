@@ -8,6 +8,7 @@ use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::boot::Cdrom;
 use vmseal_api::drain::PlannedAction;
 use vmseal_api::host::GuestControl;
+use vmseal_api::host::version::MIGRATE_COMPRESSED;
 use vmseal_api::id::VmId;
 use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::ErrorCode;
@@ -65,6 +66,16 @@ impl Bench {
     /// The server's process ends, and another begins.
     async fn restart(&mut self) {
         self.fixture.restart(|_| {}).await;
+        self.connect().await;
+    }
+
+    /// The same, and no provider is unlocked.
+    async fn restart_sealed(&mut self) {
+        self.fixture.restart_sealed().await;
+        self.connect().await;
+    }
+
+    async fn connect(&mut self) {
         self.services = Arc::new(self.fixture.services(Recipient::generate().unwrap()));
         self.drainer = Mutex::new(Drainer::new(Arc::clone(&self.services), AT_ONCE));
         let there = self.host("there").await.id;
@@ -297,12 +308,33 @@ async fn a_vm_that_no_host_can_take_stays_until_one_can() {
     for name in ["one", "two"] {
         bench.running(name, |vm| vm.memory = LARGE).await;
     }
-    bench.drain(DrainHost { parallel: Some(2), stop_others: false, rate: None }).await;
+    bench.drain(DrainHost { parallel: Some(2), ..DrainHost::default() }).await;
     let host = bench.stuck().await;
     let (state, why) = of(&host, "two");
     assert!(state == DrainState::Stays && why.contains("not enough free memory"), "{why}");
     with_datastore(&bench.fixture, "third").await;
     bench.drained().await;
+}
+
+#[tokio::test]
+async fn a_vm_whose_key_no_provider_gives_stays_until_one_does() {
+    let mut bench = Bench::new().await;
+    let vm = bench.running("web", |_| {}).await;
+    bench.restart_sealed().await;
+    let asked = drain(&bench.services, &bench.caller, "here", DrainHost::default(), true).await;
+    let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
+    let line = &plan.vms[0];
+    assert_eq!(line.action, PlannedAction::Stay, "{line:?}");
+    assert!(line.why.contains("which does not give it now"), "{line:?}");
+
+    bench.drain(DrainHost::default()).await;
+    let host = bench.stuck().await;
+    let (state, why) = of(&host, "web");
+    assert!(state == DrainState::Stays && why.contains("which does not give it now"), "{why}");
+    assert!(bench.fixture.events("vm.draining").await.is_empty(), "something was begun");
+    bench.fixture.unlock("keys").await;
+    bench.drained().await;
+    assert!(bench.there.runs(vm));
 }
 
 #[tokio::test]
@@ -358,7 +390,7 @@ async fn only_so_many_move_at_a_time() {
         bench.running(name, |_| {}).await;
     }
     bench.there.set_work(LONG);
-    bench.drain(DrainHost { parallel: Some(2), stop_others: false, rate: None }).await;
+    bench.drain(DrainHost { parallel: Some(2), ..DrainHost::default() }).await;
     for _ in 0..3 {
         bench.look().await;
         assert_eq!(bench.under_way().await.len(), 2);
@@ -486,13 +518,47 @@ async fn vms_are_sent_as_fast_as_the_drain_says() {
 }
 
 #[tokio::test]
+async fn memory_is_compressed_where_the_drain_says_so_and_both_agents_can() {
+    let compressed = || DrainHost { compress: true, ..DrainHost::default() };
+    let bench = Bench::new().await;
+    bench.running("web", |_| {}).await;
+    bench.there.set_work(LONG);
+    bench.drain(compressed()).await;
+    assert!(bench.shown().await.drain.unwrap().compress);
+    bench.look().await;
+    let task = bench.under_way().await.remove(0);
+    let Operation::MigrateVm { compresses, .. } = task.operation else { panic!("{task:?}") };
+    assert!(compresses);
+
+    let bench = Bench::new().await;
+    let vm = bench.running("web", |_| {}).await;
+    bench.there.lack_features(&[MIGRATE_COMPRESSED]);
+    bench.there.restart();
+    let there = bench.host("there").await.id;
+    bench
+        .fixture
+        .eventually("the server sees it", async || {
+            let view = bench.services.hosts.view(there);
+            let connected = view.connection == vmseal_api::model::Connection::Connected;
+            (connected && !view.has(MIGRATE_COMPRESSED)).then_some(())
+        })
+        .await;
+    bench.drain(compressed()).await;
+    let host = bench.stuck().await;
+    assert!(of(&host, "web").1.contains("reads nothing that is compressed"), "{host:?}");
+    bench.drain(DrainHost::default()).await;
+    bench.drained().await;
+    assert!(bench.there.runs(vm));
+}
+
+#[tokio::test]
 async fn undraining_begins_nothing_more_and_cancels_only_where_that_is_asked() {
     for cancel in [false, true] {
         let bench = Bench::new().await;
         let vm = bench.running("web", |_| {}).await;
         bench.running("other", |_| {}).await;
         bench.there.set_work(LONG);
-        bench.drain(DrainHost { parallel: Some(1), stop_others: false, rate: None }).await;
+        bench.drain(DrainHost { parallel: Some(1), ..DrainHost::default() }).await;
         bench.look().await;
         let task = bench.under_way().await.remove(0);
         assert!(task.pace.is_free());
@@ -552,7 +618,7 @@ async fn a_dry_run_says_what_would_happen_to_each_vm_and_changes_nothing() {
     let before = bench.fixture.events("host.draining").await.len();
     use PlannedAction::{Migrate, Stay, Stop};
     for (stop_others, other) in [(false, Stay), (true, Stop)] {
-        let request = DrainHost { parallel: None, stop_others, rate: None };
+        let request = DrainHost { stop_others, ..DrainHost::default() };
         let asked = drain(&bench.services, &bench.caller, "here", request, true).await.unwrap();
         let Outcome::Planned(plan) = asked else { panic!("it is done") };
         let mut found: Vec<_> =

@@ -153,6 +153,7 @@ fn copies_in_pools_need_an_agent_that_can_cut_them() {
         devices: Vec::new(),
         snapshots: Vec::new(),
         images,
+        about: None,
     };
     let directory = || DatastoreLocation::Dir { path: "/srv".into() };
     let copy = |location| {

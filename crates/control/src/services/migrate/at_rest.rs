@@ -8,11 +8,13 @@ use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
 use super::{
-    Candidates, Fit, Promised, cannot_go, examine, free_memory, others, same_machine, takes_vms,
+    Candidates, Fit, Promised, cannot_go, examine, free_memory, key, others, same_machine,
+    takes_vms,
 };
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::services::caller::Caller;
-use crate::services::vms::{begin, check_key, word};
+use crate::services::vms::{begin, word};
 use crate::services::{Outcome, Services, hosts};
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
@@ -52,9 +54,8 @@ pub(super) async fn migrate(
             candidates.best(vm)?
         }
     };
-    if dry_run {
-        check_key(services, vm)?;
-    }
+    // As its start does: with a key that may not encrypt anything new, it could not be started there.
+    key::require(services, vm, Purpose::Encrypt).await?;
     let write = services.store.write().await?;
     let operation = Operation::ChangeHost { vm: vm.id, from: vm.host, to: fit.host.id };
     Ok(match begin(services, write, operation, vm, caller, dry_run).await? {
@@ -118,7 +119,8 @@ async fn fits(
     let free = free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory);
     drop(read);
     examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
-    Ok(Fit { host, free, encrypted: true, downtime_milliseconds: None, copies: None })
+    let (downtime_milliseconds, copies) = (None, None);
+    Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }
 
 /// Where a host has the datastores that the VM's disks and their replicas are on, with their names; or which one it does not have,

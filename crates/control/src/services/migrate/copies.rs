@@ -1,22 +1,26 @@
 //! The disks that a VM takes along to a host that does not have their datastores.
 
 use vmseal_api::datastore::DatastoreCondition;
-use vmseal_api::host::version::{MIGRATE_DISKS, MIGRATE_SNAPSHOTS, MIGRATE_STATE};
-use vmseal_api::host::{Allocation, ArrivingCopy, Attachment, CopyRoom, KeptRoom};
+use vmseal_api::host::version::{
+    MIGRATE_DISKS, MIGRATE_SHARED_TPM, MIGRATE_SNAPSHOTS, MIGRATE_STATE,
+};
+use vmseal_api::host::{Allocation, ArrivingCopy, Attachment, CopyRoom, DiskRole, KeptRoom};
 use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
 use super::kept;
-use crate::services::Services;
 use crate::services::vms::require_no_clones;
+use crate::services::{Services, osds};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::dumps;
 use crate::store::hosts::Host;
 use crate::store::links;
+use crate::store::policies::{self, Policy};
 use crate::store::snapshots;
 use crate::store::vms::Vm;
+use crate::tasks::migrate_vm::tpm_stays;
 
 /// The copies that a host gets.
 pub(super) struct Copies {
@@ -112,7 +116,16 @@ pub(super) async fn of(
     let there = datastores::of_host(&mut read, host.id).await;
     let there = there.map_err(|error| failed(error.into()))?;
     let is_there = |disk: &Disk| there.iter().any(|it| it.id == disk.datastore.datastore);
-    let is_copied = |disk: &&Disk| disk.role.moves_only_as_copy() || !is_there(disk);
+    let has_named = |disk: &Disk| {
+        let at = disk.datastore.datastore.to_string();
+        place.is_some_and(|place| place == disk.datastore_name || place == at)
+    };
+    let knows = |host| services.hosts.view(host).has(MIGRATE_SHARED_TPM);
+    let stays = |tpm: &Disk| {
+        let is_named = place.is_some() && !has_named(tpm);
+        tpm_stays(knows(host.id) && knows(vm.host), is_named, disks.iter().all(is_there))
+    };
+    let is_copied = |disk: &&Disk| !is_there(disk) || (disk.role == DiskRole::Tpm && !stays(disk));
     let copied: Vec<Disk> = disks.iter().filter(is_copied).cloned().collect();
     if copied.is_empty() {
         return match place {
@@ -122,7 +135,7 @@ pub(super) async fn of(
     }
     let (mut snapshots, mut linked) = (0, false);
     // Snapshots keep nothing of a TPM's disk.
-    if copied.iter().any(|disk| !disk.role.moves_only_as_copy()) {
+    if copied.iter().any(|disk| disk.role != DiskRole::Tpm) {
         let known = snapshots::of_vm(&mut read, vm.id).await;
         snapshots = known.map_err(|error| failed(error.into()))?.len();
         let link = links::of_vm(&mut read, vm.id).await;
@@ -140,16 +153,18 @@ pub(super) async fn of(
             ));
         }
     }
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await;
+    let policy = policy.map_err(|error| failed(error.into()))?;
     drop(read);
     let has_layers = snapshots > 0 || linked;
     may_be_copied(services, vm, &copied, host, has_layers).map_err(|why| {
         match copied.iter().find(|disk| !is_there(disk)) {
             Some(disk) => format!("it does not have datastore '{}', {why}", disk.datastore_name),
-            None => format!("the VM has a TPM, which moves with a copy of its disk, {why}"),
+            None => format!("the disk of the VM's TPM is to be copied, {why}"),
         }
     })?;
-    let tpm = copied.iter().find(|disk| disk.role.moves_only_as_copy());
-    let (datastore, room) = roomiest(services, &there, host, (place, tpm)).await?;
+    let tpm = copied.iter().find(|disk| disk.role == DiskRole::Tpm);
+    let (datastore, room) = roomiest(services, &there, host, (place, tpm), policy.as_ref()).await?;
     let kept = match has_layers {
         true => kept::of(services, vm, &copied).await.map_err(failed)?,
         false => Some(KeptRoom::default()),
@@ -206,12 +221,13 @@ fn may_be_copied(
 }
 
 /// The datastore of a host that was named, or the one with the most free room; and its room. The disk of a TPM goes to another one
-/// than it is on.
+/// than it is on, and pools that the VM's policy does not allow get none.
 async fn roomiest(
     services: &Services,
     there: &[Datastore],
     host: &Host,
     (place, tpm): (Option<&str>, Option<&Disk>),
+    policy: Option<&Policy>,
 ) -> Result<(Datastore, u64), String> {
     let agent = services.hosts.connected(host.id).map_err(|problem| problem.detail)?;
     let named =
@@ -225,12 +241,18 @@ async fn roomiest(
     for datastore in there.iter().filter(named) {
         if of_tpm == Some(datastore.id) {
             why = format!(
-                "the disk of the VM's TPM is on datastore '{}', and moves only to another one: name one for its copy, or add one to that host",
+                "the disk of the VM's TPM is on datastore '{}', and moves only to another one where one of both agents is of an earlier version: upgrade vmseal on both hosts, name a datastore for its copy, or add one to that host",
                 datastore.name
             );
             continue;
         }
         let Some(spec) = datastore.spec_on(host.id) else { continue };
+        if let Some(refused) =
+            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
+        {
+            why = format!("datastore '{}': {refused}", datastore.name);
+            continue;
+        }
         match agent.measure_datastore(spec).await.map_err(|problem| problem.detail)? {
             DatastoreCondition::Available { usage, .. } => {
                 if best.as_ref().is_none_or(|(_, most)| usage.free > *most) {
@@ -384,6 +406,7 @@ mod tests {
             nics: Vec::new(),
             hardware: Hardware { tpm: true, firmware: Firmware::Uefi, ..Hardware::default() },
             cloud_init: None,
+            uefi_variables: None,
         };
         let caller = Caller::administrator("me");
         let Ok(Outcome::Done(task)) = create(&services, &caller, request, false).await else {
@@ -395,15 +418,38 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_tpm_keeps_goes_to_another_datastore_also_where_the_host_has_its_own() {
+    async fn what_a_tpm_keeps_stays_where_the_host_has_its_datastore() {
         let fixture = Fixture::new().await;
         let (near, _) = fixture.add_host("near").await;
         fixture.share_datastore(near, "near").await;
         with_firmware(&fixture).await;
-        for datastore in [None, Some("local")] {
-            let told = planned(&fixture, Some("near"), datastore).await;
-            assert!(told.contains("'local', and moves only to another one"), "{told}");
-        }
+        let told = planned(&fixture, Some("near"), None).await;
+        assert!(told.contains("choose host 'near'; memory"), "{told}");
+        let told = planned(&fixture, Some("near"), Some("local")).await;
+        assert!(told.contains("it has the datastores of all disks"), "{told}");
+        // One that is named is for a copy of it, as no other disk needs one.
+        fixture.add_datastore(near, "near", "own").await;
+        let told = planned(&fixture, Some("near"), Some("own")).await;
+        assert!(told.contains("copies of disks tpm (") && told.contains("'own'"), "{told}");
+        let told = planned(&fixture, Some("near"), None).await;
+        assert!(told.contains("choose host 'near'; memory"), "{told}");
+    }
+
+    #[tokio::test]
+    async fn what_a_tpm_keeps_goes_to_another_datastore_where_an_agent_is_of_an_earlier_version() {
+        let fixture = Fixture::new().await;
+        let (near, agent) = fixture.add_host("near").await;
+        fixture.share_datastore(near, "near").await;
+        with_firmware(&fixture).await;
+        agent.lack_features(&[MIGRATE_SHARED_TPM]);
+        agent.restart();
+        let seen = async || {
+            let told = planned(&fixture, Some("near"), None).await;
+            told.contains("'local', and moves only to another one").then_some(())
+        };
+        fixture.eventually("the server sees an earlier agent", seen).await;
+        let told = planned(&fixture, Some("near"), Some("local")).await;
+        assert!(told.contains("'local', and moves only to another one"), "{told}");
         fixture.add_datastore(near, "near", "own").await;
         let told = planned(&fixture, Some("near"), None).await;
         assert!(told.contains("copies of disks tpm (") && told.contains("'own'"), "{told}");

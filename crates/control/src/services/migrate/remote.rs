@@ -8,12 +8,12 @@ use vmseal_api::host::Power;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
-use vmseal_api::model::{Plan, Task};
+use vmseal_api::model::{About, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::remote::{ArrivalCheck, ArrivalChecks};
+use vmseal_api::remote::{ARRIVALS_COMPRESSED, ArrivalCheck, ArrivalChecks};
 use vmseal_api::request::MigrateVm;
 
-use super::{downtime_of, in_the_clear, must_be_encrypted};
+use super::{downtime_of, in_the_clear, must_be_encrypted, require_compression};
 use crate::operation::Operation;
 use crate::remotes::{Wanted, describe, keeps_state};
 use crate::services::caller::{Caller, Privilege};
@@ -38,10 +38,6 @@ pub(super) async fn migrate(
         check_downtime(downtime)
             .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
     }
-    if request.compress {
-        let what = "what goes to another control plane is not compressed: leave it out";
-        return Err(Problem::invalid("compress", what));
-    }
     require_no_replica(vm, disks)?;
     let (is_off, with) = (rest.is_some(), at_rest::With::of(disks, rest));
     let suspended = with.memory;
@@ -51,6 +47,7 @@ pub(super) async fn migrate(
     let named = request.remote.as_deref().unwrap_or_default();
     let remote = services.remotes.find(named).await?;
     require_sendable(services, vm, disks).await?;
+    require_compression(services, vm, request.compress)?;
     if is_off {
         at_rest::require_sendable(services, vm, with)?;
     }
@@ -61,6 +58,9 @@ pub(super) async fn migrate(
     if is_off {
         at_rest::require_taken(&remote.name, &about, with)?;
     }
+    if request.compress {
+        require_reads_compressed(&remote.name, &about)?;
+    }
     let policy = request.policy.unwrap_or_else(|| vm.policy_name.clone());
     let wanted = Wanted {
         policy: policy.clone(),
@@ -68,6 +68,7 @@ pub(super) async fn migrate(
         datastore: request.datastore.clone(),
         at_rest: is_off,
         suspended,
+        compresses: request.compress,
     };
     let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
     let mut told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
@@ -76,9 +77,7 @@ pub(super) async fn migrate(
     with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
-    let encrypted = must_be_encrypted(vm)
-        || vm.migration_encryption != MigrationEncryption::Disabled
-            && services.hosts.view(vm.host).has(MIGRATE_ENCRYPTED);
+    let encrypted = is_encrypted(services, vm, &found);
     let operation = Operation::MigrateAway {
         vm: vm.id,
         from: vm.host,
@@ -95,13 +94,15 @@ pub(super) async fn migrate(
         },
         at_rest: is_off,
         suspended,
+        compresses: request.compress,
     };
     let write = services.store.write().await?;
     Ok(match begin_paced(services, write, operation, vm, caller, (pace, dry_run)).await? {
         Outcome::Planned(plan) => {
             let kept = with_snapshots::told(&told);
             let how = (&*remote.name, &found, &*kept);
-            let mut plan = explained(plan, vm, how, encrypted || is_off);
+            let mut plan = explained(plan, how, encrypted);
+            plan.warnings.extend(in_the_clear(vm, encrypted || is_off));
             plan.warnings.extend(counted.err());
             plan.warnings.extend(is_off.then(|| at_rest::stays(vm, with, encrypted)));
             Outcome::Planned(plan)
@@ -110,21 +111,28 @@ pub(super) async fn migrate(
     })
 }
 
+/// Whether what the VM is sent with is encrypted. A server of an earlier version does not say what its host can: then the VM is not
+/// sent in the clear where its own host can encrypt, and a host there that cannot ends the migration.
+fn is_encrypted(services: &Services, vm: &Vm, found: &ArrivalChecks) -> bool {
+    let can = || services.hosts.view(vm.host).has(MIGRATE_ENCRYPTED);
+    let asked = vm.migration_encryption != MigrationEncryption::Disabled;
+    must_be_encrypted(vm) || asked && can() && found.encrypted != Some(false)
+}
+
 /// A plan with what the other control plane has said.
 fn explained(
     mut plan: Plan,
-    vm: &Vm,
     (remote, found, kept): (&str, &ArrivalChecks, &str),
     encrypted: bool,
 ) -> Plan {
+    let encrypted = if encrypted { "encrypted" } else { "not encrypted" };
     let chosen = format!(
-        "choose host '{}' of remote '{remote}', with copies of all disks{kept} on its datastore '{}'",
+        "choose host '{}' of remote '{remote}', with copies of all disks{kept} on its datastore '{}'; all that is sent is {encrypted}",
         found.host.as_deref().unwrap_or_default(),
         found.datastore.as_deref().unwrap_or_default()
     );
     let looked = found.checks.iter().map(ArrivalCheck::to_string);
     plan.steps = looked.chain([chosen]).chain(plan.steps).collect();
-    plan.warnings.extend(in_the_clear(vm, encrypted));
     plan
 }
 
@@ -137,6 +145,18 @@ fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Probl
     let detail = format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
     let problem = Problem::new(ErrorCode::WrongState, detail);
     Err(Problem { field: Some("remote".to_owned()), ..problem })
+}
+
+/// Refuses a control plane of an earlier version, which would not ask its hosts.
+fn require_reads_compressed(remote: &str, about: &About) -> Result<(), Problem> {
+    if about.features.iter().any(|it| it == ARRIVALS_COMPRESSED) {
+        return Ok(());
+    }
+    let detail = format!(
+        "remote '{remote}' runs vmseal {}, which does not know which of its hosts read what is compressed ({ARRIVALS_COMPRESSED}): upgrade it, or leave out --compress",
+        about.vmseal
+    );
+    Err(Problem::new(ErrorCode::Unsupported, detail))
 }
 
 /// Refuses a VM with replicas, whether it runs or not.

@@ -1,6 +1,9 @@
 //! Which hosts are offered for a VM that runs, and what people are told of the others.
 
-use vmseal_api::host::{Accelerator, AcceleratorKind};
+use vmseal_api::boot::Cdrom;
+use vmseal_api::host::version::MEASURE_MEDIUM;
+use vmseal_api::host::{Accelerator, AcceleratorKind, GuestControl};
+use vmseal_api::key_fault::KeyFault;
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Plan;
 use vmseal_api::processor::Processor;
@@ -8,7 +11,7 @@ use vmseal_api::request::{MigrateVm, SetPolicy, SetVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{set_policy, set_vm};
+use crate::services::{guests, set_policy, set_vm};
 use crate::testing::Fixture;
 
 async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
@@ -136,6 +139,114 @@ async fn a_guest_with_its_hosts_processor_goes_where_that_can_as_much() {
         planned(&fixture, Some("there"), None).await.contains("choose host 'there'").then_some(())
     };
     fixture.eventually("it can go", goes).await;
+}
+
+#[tokio::test]
+async fn a_vm_whose_key_no_provider_gives_is_refused_before_anything_is_begun() {
+    let mut fixture = Fixture::new().await;
+    let (there, _) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let vm = fixture.running("web").await;
+    fixture.restart_sealed().await;
+    for is_off in [false, true] {
+        if is_off {
+            fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 5 }, "web").await;
+        }
+        let tasks = fixture.events("task.begun").await.len();
+        let is_sealed = |problem: &Problem| problem.reason == Some(KeyFault::ProviderSealed);
+        let told = fixture
+            .eventually("it is refused", async || {
+                plan(&fixture, Some("there"), None).await.err().filter(is_sealed)
+            })
+            .await;
+        assert!(told.detail.contains("stays on host 'here'"), "{told}");
+        let services = fixture.services(Recipient::generate().unwrap());
+        let (caller, request) = (Caller::administrator("me"), MigrateVm::default());
+        let refused = migrate(&services, &caller, "web", request, false).await.unwrap_err();
+        assert!(is_sealed(&refused), "{refused}");
+        assert_eq!(fixture.events("task.begun").await.len(), tasks, "something was begun");
+        assert!(fixture.agent.keys_held().contains(&vm), "the host holds the key nevertheless");
+    }
+    fixture.unlock("keys").await;
+    let told = planned(&fixture, Some("there"), None).await;
+    assert!(told.contains("choose host 'there'"), "{told}");
+}
+
+#[tokio::test]
+async fn a_guest_that_is_paused_is_sent_by_a_qemu_that_can() {
+    let fixture = Fixture::new().await;
+    let (there, agent) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    fixture.running("web").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
+    for (qemu, goes) in [("8.2.2", false), ("9.0.0", true), ("10.1.0", true)] {
+        // The other one first: it must not be the older one.
+        for host in [&agent, &fixture.agent] {
+            host.set_qemu(qemu);
+            host.restart();
+        }
+        let told = fixture
+            .eventually("the server sees it", async || {
+                let here = fixture.hosts.view(fixture.host).description?;
+                let told = planned(&fixture, Some("there"), None).await;
+                let settled = told.contains("is paused") || told.contains("choose host");
+                (here.qemu == qemu && settled).then_some(told)
+            })
+            .await;
+        assert_eq!(told.contains("choose host 'there'"), goes, "{qemu}: {told}");
+        if !goes {
+            assert!(told.contains("has QEMU 8.2.2: before 9.0"), "{told}");
+            guests::control(&services, &me, "web", GuestControl::Unpause, false).await.unwrap();
+            let runs = async || {
+                let told = planned(&fixture, Some("there"), None).await;
+                told.contains("choose host 'there'").then_some(())
+            };
+            fixture.eventually("it can go while it runs", runs).await;
+            guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_medium_goes_where_the_same_file_is() {
+    let (fixture, files) = (Fixture::new().await, tempfile::tempdir().unwrap());
+    let (there, agent) = fixture.add_host("there").await;
+    fixture.share_datastore(there, "there").await;
+    let vm = fixture.running("web").await;
+    let path = files.path().join("tools.iso");
+    std::fs::write(&path, [7; 4096]).unwrap();
+    let mut row = fixture.vm(vm).await.unwrap();
+    row.hardware.cdrom = Some(Cdrom { medium: Some(path.clone()) });
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set(&mut write, &row).await.unwrap();
+    write.commit().await.unwrap();
+    let told = async || planned(&fixture, Some("there"), None).await;
+
+    agent.set_other_media(true);
+    let refused = told().await;
+    let why = "host 'there' has another file there, with other content";
+    assert!(refused.contains(why), "{refused}");
+    let remedy = format!("place the same file at {} on host 'there'", path.display());
+    assert!(
+        refused.contains("vmseal vm cdrom eject web") && refused.contains(&remedy),
+        "{refused}"
+    );
+    agent.set_other_media(false);
+    assert!(told().await.contains("choose host 'there'"), "{}", told().await);
+    std::fs::remove_file(&path).unwrap();
+    let refused = told().await;
+    assert!(refused.contains("on host 'here' it cannot be compared"), "{refused}");
+    std::fs::write(&path, [7; 4096]).unwrap();
+
+    agent.lack_features(&[MEASURE_MEDIUM]);
+    agent.restart();
+    let is_refused = async || {
+        let why = "the agent of host 'there' cannot say whether both hosts have it";
+        told().await.contains(why).then_some(())
+    };
+    fixture.eventually("an earlier version is refused", is_refused).await;
 }
 
 #[tokio::test]

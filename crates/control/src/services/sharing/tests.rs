@@ -77,6 +77,7 @@ impl Bench {
             nics: Vec::new(),
             hardware: Default::default(),
             cloud_init: None,
+            uefi_variables: None,
         };
         let begun = create_vm::create(&self.services, &self.caller, request, false).await?;
         let Outcome::Done(task) = begun else { panic!("nothing was begun") };

@@ -185,6 +185,7 @@ struct Route {
     downtime_milliseconds: u32,
     at_rest: bool,
     suspended: bool,
+    compresses: bool,
 }
 
 fn route(run: &Run<'_>) -> Result<Route, StepError> {
@@ -197,6 +198,7 @@ fn route(run: &Run<'_>) -> Result<Route, StepError> {
             downtime_milliseconds,
             at_rest,
             suspended,
+            compresses,
             ..
         } => Ok(Route {
             from,
@@ -206,6 +208,7 @@ fn route(run: &Run<'_>) -> Result<Route, StepError> {
             downtime_milliseconds: downtime_milliseconds.unwrap_or(DOWNTIME_DEFAULT),
             at_rest,
             suspended,
+            compresses,
         }),
         _ => Err(internal("the task does not say where the VM goes")),
     }
@@ -260,7 +263,7 @@ fn cancelled(arrival: ArrivalShown) -> StepError {
 /// Has the other control plane prepare for the VM.
 async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     let (route, checked, remote) = (route(run)?, checked(run)?, remote(run).await?);
-    let Operation::MigrateAway { host, datastore, policy, at_rest, suspended, .. } =
+    let Operation::MigrateAway { host, datastore, policy, at_rest, suspended, compresses, .. } =
         &run.task.operation
     else {
         return Err(internal("the task does not say where the VM goes"));
@@ -271,6 +274,7 @@ async fn announce(run: &Run<'_>) -> Result<(), StepError> {
         datastore: datastore.clone(),
         at_rest: *at_rest,
         suspended: *suspended,
+        compresses: *compresses,
     };
     let vm = run.vm().await?;
     let told = describe(run.store(), run.hosts(), &vm, wanted, checked.generation).await?;
@@ -355,7 +359,7 @@ async fn begin(
         to,
         downtime_milliseconds: route.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
-        compresses: false,
+        compresses: route.compresses,
         at_rest: route.at_rest,
         suspended: route.suspended,
     };

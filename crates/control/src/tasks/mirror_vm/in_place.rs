@@ -18,9 +18,10 @@ use vmseal_api::host::{ConvertJob, DiskToConvert, JobKind, JobSpec, JobState, Po
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::former::drop_sources;
 use super::{
-    Cancelled, MirrorVmStep, as_options, check, copied, drop_sources, encrypts, is_lost, keys,
-    known_to_host, may_go_on, prepare, put, record,
+    Cancelled, MirrorVmStep, as_options, check, copied, encrypts, is_lost, keys, known_to_host,
+    may_go_on, prepare, put, record,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -153,7 +154,7 @@ impl Step for InPlaceStep {
             Self::Begin => begin(run).await,
             Self::Convert => convert(run).await,
             Self::Record => record(run, &copied(run)?).await,
-            Self::Settle => drop_sources(run).await,
+            Self::Settle => drop_sources(run).await.map(drop),
             Self::ForgetKey => keys::forget(run).await,
             Self::DestroyKey => keys::destroy(run).await,
         }

@@ -1,17 +1,21 @@
 //! VMs that a lost inventory had are adopted; what is wrong with them, or was done to them, is refused and changes
 //! nothing.
 
+use std::collections::HashSet;
+
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
-use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::hardware::Firmware;
+use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS};
 use vmseal_api::host::survey::FoundDescriptor;
-use vmseal_api::host::version::{DESCRIPTORS, USAGE};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, USAGE};
 use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
 use vmseal_api::id::{DatastoreId, PolicyId, TaskId};
+use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::super::adopt_vm;
 use super::*;
-use crate::services::{Caller, adopt};
+use crate::services::{Caller, Outcome, adopt, create_vm, set_vm};
 use crate::store::{keys, policies, vms};
 
 pub fn steps() -> Vec<&'static str> {
@@ -108,6 +112,69 @@ async fn an_adopted_vm_is_what_it_was_and_starts() {
     // A second time it is known.
     let told = asked(&fixture, AdoptVms::default(), false).await;
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
+}
+
+/// What its users say of it is in its descriptors: of one that is off, of one that runs, and after it has run on.
+#[tokio::test]
+async fn an_adopted_vm_has_its_description_labels_and_autostart() {
+    for runs in [false, true] {
+        let fixture = Fixture::new().await;
+        let vm = match runs {
+            true => fixture.running("web").await,
+            false => fixture.made("web", "encrypted").await,
+        };
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let request = SetVm {
+            description: Some("the shop".to_owned()),
+            labels: [("tier".to_owned(), Some("gold".to_owned()))].into(),
+            autostart: Some(true),
+            ..SetVm::default()
+        };
+        set_vm::set(&services, &me, "web", request, false).await.unwrap();
+        lose(&fixture, vm).await;
+        if runs {
+            // The agent of a host that has joined another server is another run.
+            fixture.agent.restart();
+            fixture
+                .eventually("it is an alarm", async || {
+                    fixture.alarms().await.contains(&format!("vm-unknown {vm}")).then_some(())
+                })
+                .await;
+            fixture.connected().await;
+        }
+        let ended = fixture.ended(begin(&fixture).await).await;
+        assert_eq!(ended.state, TaskState::Done, "{runs}: {:?}", ended.problem);
+        let after = fixture.vm(vm).await.unwrap();
+        assert_eq!((after.description.as_str(), after.autostart), ("the shop", true), "{runs}");
+        assert_eq!(after.labels.get("tier").map(String::as_str), Some("gold"), "{runs}");
+    }
+}
+
+/// An agent of an earlier version is not told what it would refuse, and writes descriptors without it.
+#[tokio::test]
+async fn an_older_agent_is_not_told_what_users_say_of_a_vm() {
+    let fixture = Fixture::new().await;
+    fixture.agent.lack_features(&[ABOUT]);
+    fixture.agent.restart();
+    fixture
+        .eventually("the server knows", async || {
+            let description = fixture.hosts.view(fixture.host).description?;
+            (!description.features.iter().any(|it| it == ABOUT)).then_some(())
+        })
+        .await;
+    let vm = fixture.made("web", "encrypted").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = SetVm { autostart: Some(true), ..SetVm::default() };
+    set_vm::set(&services, &me, "web", request, false).await.unwrap();
+    assert_eq!(fixture.agent.registered_as(vm).unwrap().about, None);
+    let found = fixture.agent.survey_datastore(location()).await.unwrap().vms.remove(0);
+    let FoundDescriptor::Read { descriptor, .. } = found.descriptor else { panic!("{found:?}") };
+    assert_eq!(descriptor.version, WITHOUT_SNAPSHOTS);
+    lose(&fixture, vm).await;
+    assert_eq!(fixture.ended(begin(&fixture).await).await.state, TaskState::Done);
+    assert!(!fixture.vm(vm).await.unwrap().autostart);
 }
 
 #[tokio::test]
@@ -258,6 +325,7 @@ async fn a_policy_must_do_what_the_disks_are() {
         cpu_model: None,
         downtime_milliseconds: None,
         messenger: None,
+        osd_encryption: None,
         redundancy: Default::default(),
         image_layout: Default::default(),
     };
@@ -350,6 +418,77 @@ async fn a_vm_that_has_got_another_key_since_the_backup_gets_it_in_the_inventory
     assert_eq!(fixture.events("vm.key-adopted").await.len(), 1);
     let told = asked(&fixture, AdoptVms::default(), false).await;
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
+}
+
+/// The headers say which disks are a TPM's and a firmware's.
+#[tokio::test]
+async fn a_vm_that_is_known_by_its_headers_alone_has_its_tpm_and_its_firmware() {
+    for firmware in [Firmware::Uefi, Firmware::UefiSecureBoot] {
+        let fixture = Fixture::new().await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let mut create = super::tpm::request("encrypted");
+        create.hardware.firmware = firmware;
+        let begun = create_vm::create(&services, &me, create, false).await.unwrap();
+        let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+        let vm = fixture.task(task.id).await.operation.vm().unwrap();
+        assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
+        let roles = async || {
+            let disks = fixture.disks(vm).await;
+            disks.iter().map(|disk| (disk.id, disk.name.clone(), disk.role)).collect::<HashSet<_>>()
+        };
+        let (before, hardware) = (roles().await, fixture.vm(vm).await.unwrap().hardware);
+        lose(&fixture, vm).await;
+        fixture.agent.lose_descriptors(vm);
+        let request = AdoptVms {
+            rename: vec![Rename { vm: vm.to_string(), name: "again".to_owned() }],
+            vcpus: Some(1),
+            memory: Some(64 << 20),
+            policy: Some("encrypted".to_owned()),
+            unauthenticated: true,
+            ..AdoptVms::default()
+        };
+        let told = asked(&fixture, request, false).await;
+        let ended = fixture.ended(told[0].task.unwrap_or_else(|| panic!("{told:?}"))).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+        assert_eq!(fixture.vm(vm).await.unwrap().hardware, hardware);
+        assert_eq!(roles().await, before, "{firmware:?}");
+    }
+}
+
+/// Its descriptor says what the inventory does, as an earlier vmseal has overwritten it, and the headers name another key.
+#[tokio::test]
+async fn a_vm_whose_disks_alone_name_its_key_gets_that_in_the_inventory_too() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    let task = fixture.begin(fixture.recryption(vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let new = fixture.vm(vm).await.unwrap().key.unwrap();
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set_key(&mut write, vm, &old).await.unwrap();
+    write.commit().await.unwrap();
+    fixture.agent.change_descriptors(vm, |it| (it.key, it.mac) = (Some(old.clone()), None));
+    // Who can write to the datastore gets no other VM's key.
+    let other = fixture.made("other", "encrypted").await;
+    let mut write = fixture.store.write().await.unwrap();
+    keys::forget(&mut write, vm, &new).await.unwrap();
+    keys::insert(&mut write, other, &new).await.unwrap();
+    write.commit().await.unwrap();
+    let told = asked(&fixture, AdoptVms::default(), true).await;
+    let line = |told: &[AdoptedVm]| told.iter().find(|it| it.vm == vm).unwrap().clone();
+    assert_eq!(line(&told).status, AdoptStatus::Refused, "{told:?}");
+    assert!(line(&told).detail.contains(&format!("the key of VM {other}")), "{told:?}");
+    let mut write = fixture.store.write().await.unwrap();
+    keys::forget(&mut write, other, &new).await.unwrap();
+    write.commit().await.unwrap();
+    let told = asked(&fixture, AdoptVms::default(), false).await;
+    let ended = fixture.ended(line(&told).task.unwrap()).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, Some(new));
+    fixture.assert_whole(vm, Power::Off, "with its key").await;
+    let told = asked(&fixture, AdoptVms::default(), false).await;
+    assert_eq!(line(&told).status, AdoptStatus::Known, "{told:?}");
 }
 
 /// Only the images are left: what they do not say is given.

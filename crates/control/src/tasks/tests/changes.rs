@@ -1,14 +1,14 @@
 //! VMs that are changed: rebooted, started because their host has rebooted, given disks and network cards.
 
 use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
-use vmseal_api::host::{DiskRole, Exposing, NicSpec};
+use vmseal_api::host::{DiskRole, Exposing, HEADER_AREA, NicSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicBackend;
-use vmseal_api::request::{SetVm, StopVm};
+use vmseal_api::request::{AddDisk, ResizeDisk, SetVm, StopVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{self, Caller, set_vm};
+use crate::services::{self, Caller, Outcome, set_vm, vm_devices};
 use crate::store::{disks, nics, vms};
 
 /// What is changed; of VMs that run, but for a start.
@@ -333,7 +333,7 @@ async fn vms_start_after_their_host_has_rebooted() {
 /// What the host does not know of does not have it look at a guest that runs: an inventory that was restored may lack
 /// devices that the guest has.
 #[tokio::test]
-async fn a_label_registers_no_running_vm_anew() {
+async fn a_label_registers_no_running_vm_anew_that_has_a_disk_more() {
     let fixture = Fixture::new().await;
     let vm = fixture.running("web").await;
     let services = fixture.services(Recipient::generate().unwrap());
@@ -343,6 +343,11 @@ async fn a_label_registers_no_running_vm_anew() {
         set_vm::set(&services, &me, "web", request, false).await.unwrap();
         fixture.calls(Call::RegisterVm) - before
     };
+    // What changes nothing of the guest goes into its descriptors.
+    let request = SetVm { description: Some("the shop".to_owned()), ..SetVm::default() };
+    assert_eq!(set(request).await, 1);
+    let told = fixture.agent.registered_as(vm).unwrap().about.unwrap();
+    assert_eq!(told.description, "the shop");
     // It lacks a disk of the guest's.
     let disk = fixture.disks(vm).await[1].id;
     let mut write = fixture.store.write().await.unwrap();
@@ -429,4 +434,50 @@ async fn no_transaction_is_held_while_a_host_is_asked() {
     }
     drop(held);
     create.await.unwrap();
+}
+
+/// What is warned of is not refused: the room may be there when the guest writes.
+#[tokio::test]
+async fn a_dry_run_says_where_a_thin_disk_may_not_have_room() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.made("web", "encrypted").await;
+    let disk = fixture.disks(vm).await.remove(0).name;
+    let added = async || {
+        let request = AddDisk {
+            name: "more".to_owned(),
+            datastore: None,
+            size: GROWN,
+            image: None,
+            format: None,
+            force: false,
+            encrypted: None,
+        };
+        let planned = vm_devices::add_disk(&services, &me, "web", request, true).await;
+        let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+        plan.warnings.join("\n")
+    };
+    let grown = async || {
+        let request = ResizeDisk { size: GROWN };
+        let planned = vm_devices::resize_disk(&services, &me, "web", &disk, request, true).await;
+        let Ok(Outcome::Planned(plan)) = planned else { panic!("{planned:?}") };
+        plan.warnings.join("\n")
+    };
+    // With its header.
+    let whole = GROWN + HEADER_AREA;
+    fixture.agent.set_free(whole);
+    let said = added().await;
+    assert!(!said.contains("are free"), "{said}");
+    fixture.agent.set_free(whole - 1);
+    let said = added().await;
+    assert!(said.contains("disk 'more' may grow to 20 MiB on datastore 'local', and "), "{said}");
+    fixture.agent.set_free(GROWN - SIZE);
+    let said = grown().await;
+    assert!(!said.contains("are free"), "{said}");
+    fixture.agent.set_free(GROWN - SIZE - 1);
+    let said = grown().await;
+    let told = format!("disk '{disk}' may take up to 3 MiB more on datastore 'local', and ");
+    assert!(said.contains(&told), "{said}");
+    assert_eq!(fixture.disks(vm).await[0].size, SIZE, "it has grown");
 }

@@ -42,6 +42,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         labels: Default::default(),
         autostart: false,
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
+        uefi_variables: None,
     };
     let services = fixture.services(Recipient::generate().unwrap());
     let caller = Caller::administrator("me");

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::MigrationProgress;
+use vmseal_api::host::version::MIGRATE_SHARED_TPM;
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::migration::{Migration, MigrationPhase};
 use vmseal_api::request::{MigrateVm, SetTask};
@@ -215,12 +216,8 @@ async fn former_images_are_removed_whenever_the_source_s_agent_restarts() {
     }
 }
 
-#[tokio::test]
-async fn the_disk_of_a_tpm_goes_to_another_datastore_and_shared_ones_stay() {
-    let fixture = Fixture::new().await;
-    let (there, _) = fixture.add_host(OTHER_HOST).await;
-    fixture.share_datastore(there, OTHER_HOST).await;
-    fixture.add_datastore(there, OTHER_HOST, FAR).await;
+/// A VM with a TPM that runs.
+async fn with_tpm(fixture: &Fixture) -> VmId {
     let services = fixture.services(Recipient::generate().unwrap());
     let (me, wanted) = (Caller::administrator("me"), tpm::request("encrypted"));
     let begun = create_vm::create(&services, &me, wanted, false);
@@ -228,6 +225,47 @@ async fn the_disk_of_a_tpm_goes_to_another_datastore_and_shared_ones_stay() {
     fixture.ends_well(task.id).await;
     let vm = fixture.task(task.id).await.operation.vm().unwrap();
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    vm
+}
+
+#[tokio::test]
+async fn the_disk_of_a_tpm_stays_on_a_datastore_that_both_hosts_have() {
+    let fixture = Fixture::new().await;
+    let (there, agent) = fixture.add_host(OTHER_HOST).await;
+    fixture.share_datastore(there, OTHER_HOST).await;
+    let vm = with_tpm(&fixture).await;
+    let before = fixture.disks(vm).await;
+    fixture.done(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    Disks::Shared.assert_done(&fixture, vm, "with a TPM").await;
+    let after = fixture.disks(vm).await;
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!(before.datastore.datastore, after.datastore.datastore);
+    }
+    let all = before.iter().map(|disk| disk.id).collect();
+    assert_eq!(files(&fixture.agent, vm), all, "both are where they were");
+    assert_eq!(files(&agent, vm), BTreeSet::new(), "no copy");
+}
+
+/// The plan was made with other agents, and named no datastore for a copy.
+#[tokio::test]
+async fn the_disk_of_a_tpm_does_not_stay_where_an_agent_is_of_an_earlier_version() {
+    let fixture = Fixture::new().await;
+    let (there, agent) = fixture.add_host(OTHER_HOST).await;
+    fixture.share_datastore(there, OTHER_HOST).await;
+    let vm = with_tpm(&fixture).await;
+    agent.lack_features(&[MIGRATE_SHARED_TPM]);
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Failed);
+    assert!(fixture.agent.runs(vm) && !agent.runs(vm));
+}
+
+#[tokio::test]
+async fn the_disk_of_a_tpm_goes_to_a_datastore_that_is_named_and_shared_ones_stay() {
+    let fixture = Fixture::new().await;
+    let (there, _) = fixture.add_host(OTHER_HOST).await;
+    fixture.share_datastore(there, OTHER_HOST).await;
+    fixture.add_datastore(there, OTHER_HOST, FAR).await;
+    let vm = with_tpm(&fixture).await;
     let before = fixture.disks(vm).await;
     fixture.done(Disks::Shared.operation(&fixture, vm).await, "web").await;
     let after = fixture.disks(vm).await;

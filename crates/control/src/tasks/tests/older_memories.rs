@@ -80,3 +80,17 @@ async fn a_memory_that_is_used_up_is_not_taken_where_nobody_saw_its_guest_run() 
     has_failed(&fixture, task, "it did not start").await;
     is_not_taken(&fixture, vm, generation).await;
 }
+
+/// Its disks hold what the snapshot keeps, which a guest with this memory would destroy.
+#[tokio::test]
+async fn a_memory_that_was_given_up_by_a_revert_is_not_taken() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let snapshot = snapshots::taken(&fixture, vm, "first").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let generation = fixture.agent.memory_generation(vm).unwrap();
+    let (running, discard_memory) = (false, true);
+    let revert = Operation::RevertSnapshot { vm, snapshot, running, discard_memory };
+    fixture.done(revert, "web").await;
+    is_not_taken(&fixture, vm, generation).await;
+}

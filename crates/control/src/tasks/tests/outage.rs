@@ -1,7 +1,12 @@
 //! A real KMS that is unreachable for half a second, at every step that may need it.
 
+use vmseal_api::key_fault::KeyFault;
+use vmseal_api::request::MigrateVm;
+use vmseal_secret::sealed_box::Recipient;
+
 use super::revoked::WithKms;
 use super::*;
+use crate::services::{Caller, Outcome, migrate};
 
 /// Stops the KMS when a step begins, for half a second.
 fn away_at(here: &WithKms, step: &'static str) -> (Faults, Arc<AtomicU32>) {
@@ -61,4 +66,23 @@ async fn a_creation_goes_on_when_its_kms_was_away() {
         let delete = Operation::DeleteVm { vm, was: Lifecycle::Ready };
         here.done(delete, step).await;
     }
+}
+
+/// The host that holds the key gives it to no other one, so that a plan asks the KMS.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vm_stays_on_its_host_while_its_kms_is_away() {
+    let here = WithKms::new().await;
+    let (there, _) = here.fixture.add_host("there").await;
+    here.fixture.share_datastore(there, "there").await;
+    here.fixture.running("web").await;
+    let services = here.fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let asked = async || migrate::migrate(&services, &me, "web", MigrateVm::default(), true).await;
+    here.kms.lock().unwrap().kill();
+    let refused = asked().await.unwrap_err();
+    assert!(refused.reason.is_some_and(KeyFault::is_of_provider), "{refused:?}");
+    assert!(refused.detail.contains("VM 'web' stays on host 'here'"), "{refused}");
+    here.kms.lock().unwrap().restart();
+    let goes = async || matches!(asked().await, Ok(Outcome::Planned(_))).then_some(());
+    here.fixture.eventually("it can go", goes).await;
 }

@@ -1,5 +1,6 @@
 //! VMs that linked clones stand on are copied: the clones keep what they share, and neither is the other's any more.
 
+use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::version::MIRROR_PARENTS;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::request::{EncryptVm, RecryptVm};
@@ -48,6 +49,34 @@ async fn a_vm_that_clones_stand_on_gets_new_keys_disk_by_disk_and_then_shares_no
     assert!(told.iter().all(|it| it.detail.contains("; linked clones web keep")), "{told:?}");
     fixture.done(Operation::DeleteSnapshot { vm: origin, snapshot: base }, "origin").await;
     fixture.done(Operation::StartVm { vm: clone, boot_once: None }, "web").await;
+}
+
+/// The host says what has become of each former image, and task and event say it.
+#[tokio::test]
+async fn of_former_images_that_clones_keep_nobody_says_that_they_were_overwritten() {
+    let fixture = Fixture::new().await;
+    let (origin, clone, _) = parent(&fixture, "encrypted").await;
+    // When the other VM is a copy nobody shares anything with the clone.
+    for (vm, name, shares) in [(origin, "origin", true), (clone, "web", false)] {
+        let operation = Operation::DeepRecryptVm { vm, in_place: false, disks: vec![] };
+        let task = fixture.begin(operation, name).await;
+        fixture.ends_well(task).await;
+        let former = fixture.engine.shown(&fixture.task(task).await).former_images;
+        let shared =
+            |it: &&FormerImage| matches!(it.fate, FormerFate::Shared { in_the_clear: false, .. });
+        assert_eq!(former.iter().any(|it| shared(&it)), shares, "{name}: {former:?}");
+        let others: Vec<_> = former.iter().filter(|it| !shared(it)).collect();
+        assert!(others.iter().all(|it| it.is_overwritten()), "{name}: {former:?}");
+        let disks = fixture.disks(vm).await;
+        assert!(
+            disks.iter().all(|disk| former.iter().any(|it| it.name == disk.name)),
+            "{former:?}"
+        );
+        let told = fixture.events("vm.former-images-removed").await;
+        let told: Vec<_> = told.iter().filter(|event| event.target == name).collect();
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!(told[0].detail.contains("was not overwritten"), shares, "{told:?}");
+    }
 }
 
 /// What stands on a clone that gets copies stands on what the clone stood on.

@@ -9,12 +9,15 @@ mod with_tpm;
 
 use std::sync::Arc;
 
+use vmseal_api::host::version::{MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
 use vmseal_api::id::{RemoteId, TaskId};
-use vmseal_api::request::MigrateVm;
+use vmseal_api::migration::MigrationEncryption;
+use vmseal_api::remote::ARRIVALS_COMPRESSED;
+use vmseal_api::request::{MigrateVm, SetVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, Services, migrate};
+use crate::services::{Caller, Outcome, Services, migrate, set_vm};
 use crate::store::remotes;
 use crate::testing::Lost;
 
@@ -134,6 +137,86 @@ async fn a_vm_goes_to_another_control_plane() {
     assert_eq!(two.east.events("vm.arrived").await.len(), 1);
     let migrated = two.west.engine.shown(&two.west.task(task).await).migrated.unwrap();
     assert_eq!(migrated.placed, Some(migrated.sent), "the other control plane has said so");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vm_without_a_key_goes_in_the_clear_only_where_a_host_cannot_encrypt_and_that_is_told() {
+    let two = Two::new().await;
+    let vm = two.west.made("open", "plain").await;
+    two.west.done(Operation::StartVm { vm, boot_once: None }, "open").await;
+    let (services, me) = (two.services(), Caller::administrator("me"));
+    let asked = async |dry_run| {
+        let request = MigrateVm { remote: Some("east".to_owned()), ..MigrateVm::default() };
+        migrate::migrate(&services, &me, "open", request, dry_run).await
+    };
+    let planned = async || match asked(true).await {
+        Ok(Outcome::Planned(plan)) => Ok((plan.steps.join("\n"), plan.warnings)),
+        Ok(Outcome::Done(task)) => panic!("it is not only planned: {task:?}"),
+        Err(problem) => Err(problem.detail),
+    };
+    let sets = async |mode| {
+        let request = SetVm { migration_encryption: Some(mode), ..SetVm::default() };
+        set_vm::set(&services, &me, "open", request, false).await.map(drop).unwrap();
+    };
+    let (steps, warnings) = planned().await.unwrap();
+    assert!(steps.contains("all that is sent is encrypted") && warnings.is_empty(), "{steps}");
+
+    two.east.agent.lack_features(&[MIGRATE_ENCRYPTED]);
+    two.east.agent.restart();
+    let in_the_clear = async || {
+        let (steps, warnings) = planned().await.ok()?;
+        let is_told = warnings.iter().any(|it| it.contains("goes over the network in the clear"));
+        (steps.contains("is not encrypted: its agent cannot") && is_told).then_some(())
+    };
+    two.west.eventually("its older agent is told", in_the_clear).await;
+    sets(MigrationEncryption::Required).await;
+    let refused = planned().await.unwrap_err();
+    assert!(refused.contains("(job-migrate-encrypted)"), "{refused}");
+    sets(MigrationEncryption::Opportunistic).await;
+    // Another host there can.
+    let (new, agent) = two.east.add_host("new").await;
+    two.east.share_datastore(new, "new").await;
+    let (steps, _) = planned().await.unwrap();
+    assert!(steps.contains("choose host 'new'") && steps.contains("is encrypted"), "{steps}");
+    agent.lack_features(&[MIGRATE_ENCRYPTED]);
+    agent.restart();
+    two.west.eventually("no host there can", in_the_clear).await;
+
+    let Outcome::Done(task) = asked(false).await.unwrap() else { panic!("it is only planned") };
+    two.west.ends_well(task.id).await;
+    let told = two.west.events("vm.migrated").await;
+    assert!(told[0].detail.contains("to remote 'east', not encrypted"), "{told:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_is_compressed_on_its_way_where_that_is_asked_and_both_sides_can() {
+    let two = Two::new().await;
+    let me = Caller::administrator("me");
+    let asked = async |dry_run| {
+        let remote = Some("east".to_owned());
+        let request = MigrateVm { remote, compress: true, ..MigrateVm::default() };
+        migrate::migrate(&two.services(), &me, "web", request, dry_run).await
+    };
+    two.west.plane.lack_features(&[ARRIVALS_COMPRESSED]);
+    let refused = asked(true).await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("(arrivals-compressed)"), "{refused}");
+    two.west.plane.lack_features(&[]);
+
+    two.west.agent.set_work(LONG);
+    let Outcome::Done(task) = asked(false).await.unwrap() else { panic!("it is only planned") };
+    let sent = async || two.west.agent.departure(two.vm, task.id);
+    assert!(two.west.eventually("it is sent", sent).await.compresses);
+    two.west.engine.cancel(&task.id.to_string(), "me").await.unwrap();
+    assert_eq!(two.west.ended(task.id).await.state, TaskState::Cancelled);
+    two.assert_stays("cancelled").await;
+
+    two.east.agent.lack_features(&[MIGRATE_COMPRESSED]);
+    two.east.agent.restart();
+    let named = async || {
+        let refused = asked(true).await.map(drop).err()?;
+        refused.detail.contains("(job-migrate-compressed)").then_some(())
+    };
+    two.east.eventually("the other control plane sees its older agent", named).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,25 +1,35 @@
 //! Snapshots that are taken, reverted to and deleted.
 
 use jiff::Timestamp;
+use vmseal_api::host::Exposing;
 use vmseal_api::id::SnapshotId;
-use vmseal_api::model::SnapshotState;
+use vmseal_api::model::{self, SnapshotState};
+use vmseal_api::request::{RevertSnapshot, TakeSnapshot};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, snapshots as service};
-use crate::store::snapshots;
+use crate::services::{Caller, Outcome, disks, snapshots as service};
+use crate::store::{memory_generations, snapshots};
 
 /// What is done with a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Snapshot {
     /// Of a VM that runs.
     Take,
+    /// With its memory, of a VM that is suspended.
+    TakeSuspended,
     /// To the first of two, of a VM that is off.
     Revert,
     /// The same of a VM that runs, and runs afterwards.
     RevertRunning,
+    /// The same of a VM that is suspended, and is off afterwards.
+    RevertSuspended,
+    /// The same of a VM that is suspended, to a snapshot with memory.
+    RevertAsleep,
     /// The first of two, of a VM that runs.
     Delete,
+    /// The same of a VM that is suspended.
+    DeleteSuspended,
 }
 
 pub(super) async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot> {
@@ -27,11 +37,11 @@ pub(super) async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot
 }
 
 /// A snapshot that is asked for: its row is there.
-async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
+async fn reserve(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
     let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
     let parent = rows(fixture, vm).await.into_iter().find(|it| it.current).map(|it| it.id);
     let snapshot = snapshots::Snapshot {
-        memory: false,
+        memory,
         id: SnapshotId::new(),
         vm,
         name: name.to_owned(),
@@ -51,7 +61,12 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
 
 /// Takes a snapshot, with no faults.
 pub(super) async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId {
-    let snapshot = reserve(fixture, vm, name).await;
+    taken_with(fixture, vm, name, false).await
+}
+
+/// The same; with the memory of its guest, or without.
+async fn taken_with(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
+    let snapshot = reserve(fixture, vm, name, memory).await;
     let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
     fixture.done(operation, "web").await;
     snapshot
@@ -77,63 +92,127 @@ fn owned(names: &[&str]) -> Vec<String> {
 }
 
 impl Snapshot {
+    /// Whether the VM is suspended before.
+    fn is_of_suspended(self) -> bool {
+        matches!(
+            self,
+            Self::TakeSuspended
+                | Self::RevertSuspended
+                | Self::RevertAsleep
+                | Self::DeleteSuspended
+        )
+    }
+
+    fn takes(self) -> bool {
+        matches!(self, Self::Take | Self::TakeSuspended)
+    }
+
+    fn deletes(self) -> bool {
+        matches!(self, Self::Delete | Self::DeleteSuspended)
+    }
+
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
         let vm = match self {
             Self::Revert => fixture.made("web", "encrypted").await,
-            Self::Take | Self::RevertRunning | Self::Delete => fixture.running("web").await,
+            _ => fixture.running("web").await,
         };
-        if self != Self::Take {
-            taken(fixture, vm, "first").await;
+        if !self.takes() {
+            taken_with(fixture, vm, "first", self == Self::RevertAsleep).await;
             taken(fixture, vm, "second").await;
+        }
+        if self.is_of_suspended() {
+            fixture.done(Operation::SuspendVm { vm }, "web").await;
         }
         vm
     }
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
-        if self == Self::Take {
-            let snapshot = reserve(fixture, vm, "first").await;
-            return Operation::TakeSnapshot { vm, snapshot, quiesce: true };
+        if self.takes() {
+            let memory = self == Self::TakeSuspended;
+            return self.of(vm, reserve(fixture, vm, "first", memory).await);
         }
         let rows = rows(fixture, vm).await;
-        let snapshot = rows.iter().find(|row| row.name == "first").unwrap().id;
+        self.of(vm, rows.iter().find(|row| row.name == "first").unwrap().id)
+    }
+
+    fn of(self, vm: VmId, snapshot: SnapshotId) -> Operation {
+        let revert = |running, discard_memory| Operation::RevertSnapshot {
+            vm,
+            snapshot,
+            running,
+            discard_memory,
+        };
         match self {
-            Self::Revert => Operation::RevertSnapshot { vm, snapshot, running: false },
-            Self::RevertRunning => Operation::RevertSnapshot { vm, snapshot, running: true },
-            _ => Operation::DeleteSnapshot { vm, snapshot },
+            Self::Take | Self::TakeSuspended => {
+                Operation::TakeSnapshot { vm, snapshot, quiesce: true }
+            }
+            Self::Revert => revert(false, false),
+            Self::RevertRunning => revert(true, false),
+            Self::RevertSuspended | Self::RevertAsleep => revert(false, true),
+            Self::Delete | Self::DeleteSuspended => Operation::DeleteSnapshot { vm, snapshot },
         }
     }
 
     pub(super) fn steps(self) -> &'static [&'static dyn Step] {
-        let (vm, snapshot) = (VmId::new(), SnapshotId::new());
-        steps::of(&match self {
-            Self::Take => Operation::TakeSnapshot { vm, snapshot, quiesce: true },
-            Self::Revert => Operation::RevertSnapshot { vm, snapshot, running: false },
-            Self::RevertRunning => Operation::RevertSnapshot { vm, snapshot, running: true },
-            Self::Delete => Operation::DeleteSnapshot { vm, snapshot },
-        })
+        steps::of(&self.of(VmId::new(), SnapshotId::new()))
     }
 
     pub(super) fn is_past_commit(self, step: &str) -> bool {
         is_past_commit(self.steps(), step)
     }
 
+    /// The power of the VM before.
+    fn power_before(self) -> Power {
+        if self == Self::Revert {
+            return Power::Off;
+        }
+        if self.is_of_suspended() { Power::Suspended } else { Power::Running }
+    }
+
+    /// The power of the VM afterwards.
     fn power(self) -> Power {
-        if self == Self::Revert { Power::Off } else { Power::Running }
+        if self == Self::RevertSuspended { Power::Off } else { self.power_before() }
+    }
+
+    /// A VM that is suspended has the memory that is expected, and which one that is.
+    async fn assert_memory(self, fixture: &Fixture, vm: VmId, is_done: bool, what: &str) {
+        let first = rows(fixture, vm).await.into_iter().find(|row| row.name == "first");
+        let mut read = fixture.store.read().await.unwrap();
+        let expected = memory_generations::expected(&mut read, vm).await.unwrap();
+        let kept = match first {
+            Some(first) => memory_generations::of_snapshot(&mut read, first.id).await.unwrap(),
+            None => None,
+        };
+        drop(read);
+        let saved = fixture.agent.memory_generation(vm);
+        if self == Self::RevertSuspended && is_done {
+            assert_eq!(saved, None, "{what}: its memory is there");
+            return;
+        }
+        assert!(saved.is_some() && saved == expected, "{what}: {saved:?}, {expected:?}");
+        let is_the_snapshots = match self {
+            Self::RevertAsleep | Self::TakeSuspended => is_done,
+            _ => false,
+        };
+        assert_eq!(saved == kept, is_the_snapshots, "{what}: {saved:?}, {kept:?}");
     }
 
     pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
         fixture.assert_whole(vm, self.power(), what).await;
-        let (expected, current): (&[&str], _) = match self {
-            Self::Take => (&["first"], "first"),
-            Self::Revert | Self::RevertRunning => (&["first", "second"], "first"),
-            Self::Delete => (&["second"], "second"),
+        if self.is_of_suspended() {
+            self.assert_memory(fixture, vm, true, what).await;
+        }
+        let (expected, current): (&[&str], _) = match (self.takes(), self.deletes()) {
+            (true, _) => (&["first"], "first"),
+            (_, true) => (&["second"], "second"),
+            _ => (&["first", "second"], "first"),
         };
         let (known, now) = names(fixture, vm).await;
         assert_eq!((known, now.as_deref()), (owned(expected), Some(current)), "{what}");
         assert_eq!(on_host(fixture, vm).await.len(), expected.len(), "{what}");
         let rows = rows(fixture, vm).await;
         assert!(rows.iter().all(|row| row.state == SnapshotState::Ready), "{what}: {rows:?}");
-        if self == Self::Delete {
+        if self.deletes() {
             assert_eq!(rows[0].parent, None, "{what}: its parent is gone");
         }
     }
@@ -141,13 +220,13 @@ impl Snapshot {
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         // A power cut cannot be undone; the server must show the real state.
         let was_cut = self == Self::RevertRunning && !fixture.agent.running().contains(&vm);
-        fixture.assert_whole(vm, if was_cut { Power::Off } else { self.power() }, what).await;
-        let (expected, current): (&[&str], _) = match self {
-            Self::Take => (&[], None),
-            Self::Revert | Self::RevertRunning | Self::Delete => {
-                (&["first", "second"], Some("second"))
-            }
-        };
+        let power = if was_cut { Power::Off } else { self.power_before() };
+        fixture.assert_whole(vm, power, what).await;
+        if self.is_of_suspended() {
+            self.assert_memory(fixture, vm, false, what).await;
+        }
+        let (expected, current): (&[&str], _) =
+            if self.takes() { (&[], None) } else { (&["first", "second"], Some("second")) };
         let (known, now) = names(fixture, vm).await;
         assert_eq!((known, now.as_deref()), (owned(expected), current), "{what}");
         assert_eq!(on_host(fixture, vm).await.len(), expected.len(), "{what}");
@@ -200,6 +279,76 @@ async fn a_snapshot_is_deleted_or_stays() {
     matrix(Kind::Snapshot(Snapshot::Delete)).await;
 }
 
+#[tokio::test]
+async fn a_suspended_vm_and_its_memory_are_kept_by_a_snapshot_or_nothing_of_it_is_left() {
+    matrix(Kind::Snapshot(Snapshot::TakeSuspended)).await;
+}
+
+#[tokio::test]
+async fn a_suspended_vm_is_reverted_and_off_or_as_it_was() {
+    matrix(Kind::Snapshot(Snapshot::RevertSuspended)).await;
+}
+
+#[tokio::test]
+async fn a_suspended_vm_has_the_memory_of_a_snapshot_or_its_own() {
+    matrix(Kind::Snapshot(Snapshot::RevertAsleep)).await;
+}
+
+#[tokio::test]
+async fn a_snapshot_of_a_suspended_vm_is_deleted_or_stays() {
+    matrix(Kind::Snapshot(Snapshot::DeleteSuspended)).await;
+}
+
+#[tokio::test]
+async fn the_memory_of_a_suspended_vm_is_lost_on_an_operators_word_alone() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let revert = |to: &'static str, running, discard_memory, dry_run| {
+        let request = RevertSnapshot { running, discard_memory };
+        service::revert(&services, &me, "web", to, request, dry_run)
+    };
+    let is_done = async |begun: Outcome<model::Task>| {
+        let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+        fixture.ends_well(task.id).await;
+    };
+    taken(&fixture, vm, "before").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    for (running, dry_run) in [(false, true), (false, false), (true, true), (true, false)] {
+        let refused = revert("before", running, false, dry_run).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        let said = ["revert web before --discard-memory", "snapshot create web --memory"];
+        assert!(said.iter().all(|said| refused.detail.contains(said)), "{refused}");
+    }
+    let Outcome::Planned(plan) = revert("before", false, true, true).await.unwrap() else {
+        panic!("a dry run has begun something")
+    };
+    assert!(plan.warnings.iter().any(|it| it.contains("will be lost")), "{:?}", plan.warnings);
+    fixture.assert_whole(vm, Power::Suspended, "a dry run").await;
+    // A snapshot keeps it: nothing is lost.
+    let name = Some("asleep".to_owned());
+    let request = TakeSnapshot { name, memory: true, ..TakeSnapshot::default() };
+    is_done(service::take(&services, &me, "web", request, false).await.unwrap()).await;
+    let Outcome::Planned(plan) = revert("before", false, false, true).await.unwrap() else {
+        panic!("a dry run has begun something")
+    };
+    assert!(plan.warnings.is_empty(), "{:?}", plan.warnings);
+    is_done(revert("before", false, false, false).await.unwrap()).await;
+    fixture.assert_whole(vm, Power::Off, "reverted").await;
+    for _ in 0..2 {
+        is_done(revert("asleep", false, false, false).await.unwrap()).await;
+        fixture.assert_whole(vm, Power::Suspended, "reverted to what was kept").await;
+    }
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let refused = revert("asleep", true, false, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "another memory is lost: {refused}");
+    is_done(revert("asleep", true, true, false).await.unwrap()).await;
+    fixture.assert_whole(vm, Power::Running, "it goes on").await;
+    assert_eq!(fixture.events("vm.memory-discarded").await.len(), 3);
+}
+
 /// What is linked to the second snapshot stands on what the first one keeps, too, as only the host knows.
 #[tokio::test]
 async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_begins() {
@@ -226,4 +375,50 @@ async fn a_snapshot_before_one_that_clones_stand_on_is_not_deleted_and_no_task_b
     let Outcome::Done(task) = begun else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
     assert_eq!(names(&fixture, origin).await.0, ["second"]);
+}
+
+/// What is exposed of a snapshot stays while it is; and only what is of one instant is exposed as ciphertext.
+#[tokio::test]
+async fn a_snapshot_that_is_exposed_is_not_deleted_and_stays_as_it_is() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let first = taken(&fixture, vm, "first").await;
+    let disk = fixture.disks(vm).await[0].name.clone();
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let refused = disks::expose(&services, &me, "web", &disk, Exposing::HoldSealed).await;
+    let refused = refused.err().unwrap();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(refused.detail.contains("vmseal snapshot create web NAME"), "{refused}");
+    let none = Exposing::HoldKept { snapshot: "none", sealed: true };
+    let absent = disks::expose(&services, &me, "web", &disk, none).await.err().unwrap();
+    assert_eq!(absent.code, ErrorCode::NotFound, "{absent}");
+    assert!(fixture.events("disk.exposed").await.is_empty(), "nothing is exposed yet");
+
+    for (sealed, told) in [(false, "IN THE CLEAR"), (true, "still under the VM's key")] {
+        let what = Exposing::HoldKept { snapshot: "first", sealed };
+        let held = disks::expose(&services, &me, "web", &disk, what).await.unwrap();
+        let event = fixture.events("disk.exposed").await.pop().unwrap();
+        assert!(event.detail.contains("at snapshot 'first'"), "{event:?}");
+        assert!(event.detail.contains("read-only") && event.detail.ends_with(told), "{event:?}");
+        for dry_run in [true, false] {
+            let refused = service::delete(&services, &me, "web", "first", dry_run).await;
+            let refused = refused.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InUse, "{refused}");
+            assert!(refused.detail.contains("vmseal disk expose"), "{refused}");
+        }
+        let task = fixture.begin(Operation::DeleteSnapshot { vm, snapshot: first }, "web").await;
+        assert_eq!(fixture.ended(task).await.problem.unwrap().code, ErrorCode::InUse);
+        assert_eq!(rows(&fixture, vm).await[0].state, SnapshotState::Ready, "it is marked");
+        drop(held);
+        fixture
+            .eventually("it is free", async || {
+                service::delete(&services, &me, "web", "first", true).await.ok()
+            })
+            .await;
+    }
+    fixture.made("open", "plain").await;
+    let plain = disks::expose(&services, &me, "open", &disk, Exposing::HoldSealed).await;
+    let plain = plain.err().unwrap();
+    assert_eq!(plain.field.as_deref(), Some("sealed"), "{plain}");
 }

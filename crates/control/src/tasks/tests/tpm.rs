@@ -33,6 +33,7 @@ pub(super) fn request(policy: &str) -> CreateVm {
         nics: Vec::new(),
         hardware: Hardware { tpm: true, ..Hardware::default() },
         cloud_init: None,
+        uefi_variables: None,
     }
 }
 

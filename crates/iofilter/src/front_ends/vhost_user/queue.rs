@@ -227,6 +227,7 @@ enum QueueError {
 impl QueueWorker {
     fn new(mut setup: Setup, chain: Chain, orders: OrderReceiver) -> Self {
         let log = setup.log.take();
+        setup.state.set_flight(setup.index, Arc::clone(chain.flight()));
         let pending = vec![None; chain.capacity()];
         let (phase, parser) = (Phase::Serving, Parser::default());
         let batch = if chain.works_at_once() { PassLimit::AT_ONCE } else { PassLimit::DEVICE };
@@ -436,6 +437,7 @@ impl QueueWorker {
         match parsed.asked {
             GuestCommand::Io { operation, offset, length } => {
                 self.pending[id.index()] = Some(pending);
+                self.chain.began(id, began);
                 self.chain.submit(id, operation, offset, length, id.index() as u64);
                 return Ok(());
             }
@@ -500,6 +502,7 @@ impl QueueWorker {
         };
         let flushed = Some((done.operation, done.length));
         self.pending[id.index()] = Some(Pending { flushed, ..pending });
+        self.chain.began(id, pending.began);
         self.chain.submit(id, Operation::Flush, 0, 0, id.index() as u64);
         self.chain.poll();
         true

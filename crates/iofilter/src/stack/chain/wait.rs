@@ -34,7 +34,8 @@ impl Chain {
     fn storage_finds_work(&mut self) -> bool {
         let (requests, work, audit) = (&mut self.requests, &mut self.work, &mut self.audit);
         let level = self.filters.len();
-        let mut io = Io { requests, work, audit, waker: &self.waker, level };
+        let (flight, waker) = (&*self.flight, &self.waker);
+        let mut io = Io { requests, work, audit, flight, waker, level };
         self.storage.before_sleep(&mut io);
         self.deadline = sooner(self.deadline, self.storage.deadline());
         !self.work.is_empty()

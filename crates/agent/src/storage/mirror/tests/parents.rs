@@ -45,6 +45,9 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
         clone.key = Some(keys::reference_of(&bench.kek, clone.vm, "k"));
         let former = [&home.image(disk), &shared, &own].map(|path| File::open(path).unwrap());
         let before = [content(&former[0]), std::fs::read(&shared).unwrap()];
+        let inode = |file: &File| file.metadata().unwrap().ino();
+        let mut inodes = vec![inode(&former[0]), inode(&former[1])];
+        inodes.sort_unstable();
         assert!(layers::check_unshared(&home, disk).is_err());
 
         bench.begin().unwrap();
@@ -59,8 +62,9 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
             std::fs::rename(theirs.path(), &aside).unwrap();
         }
         *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
-        bench.remove_source().unwrap();
-        bench.remove_source().unwrap();
+        let clones = if renamed { vec![] } else { vec!["clone".to_owned()] };
+        assert_eq!(bench.fate(), FormerFate::Shared { in_the_clear: true, clones, inodes });
+        assert_eq!(bench.remove_source().unwrap(), None);
         if renamed {
             std::fs::rename(&aside, theirs.path()).unwrap();
         }
@@ -91,7 +95,15 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
         bench.pivot();
         take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
         *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
-        bench.remove_source().unwrap();
+        let told = match renamed {
+            true => FormerFate::Shared {
+                in_the_clear: true,
+                clones: vec![],
+                inodes: vec![inode(&files[0])],
+            },
+            false => FormerFate::Overwritten,
+        };
+        assert_eq!(bench.fate(), told);
         assert!(theirs.base_files(Some(to)).unwrap().is_empty(), "a name is left");
         let [image, layer] = files.map(|file| content(&file));
         assert!(layer.iter().all(|byte| *byte == 0), "the layer is left in the clear");

@@ -69,14 +69,17 @@ async fn a_replica_of_the_copy_is_made_and_the_former_one_overwritten_at_the_end
         }
         let kept = former.with_extension("kept");
         std::fs::hard_link(&former, &kept).unwrap();
+        let mut removed = Removed::default();
         if moves {
             // A filter has it still.
             let held = open_locked(&former, Access::Write).unwrap().unwrap();
-            assert_eq!(bench.remove_source().unwrap_err().code, ErrorCode::InUse);
+            assert_eq!(bench.remove_more(&mut removed).unwrap_err().code, ErrorCode::InUse);
             drop(held);
         }
-        bench.remove_source().unwrap();
-        bench.remove_source().unwrap();
+        // The image went before its replica did.
+        let told = bench.remove_more(&mut removed).unwrap().unwrap();
+        assert_eq!(told.fate, FormerFate::Overwritten);
+        assert_eq!(bench.remove_source().unwrap(), None);
         assert!(std::fs::read(&kept).unwrap().iter().all(|byte| *byte == 0), "plaintext is left");
         std::fs::remove_file(&kept).unwrap();
         assert_eq!(files_of(&there), ["json", "pair", "replica"]);

@@ -36,6 +36,10 @@ impl With {
 
 /// Refuses what is asked of a guest that runs.
 pub(super) fn require_no_guest_of(request: &MigrateVm) -> Result<(), Problem> {
+    if request.compress {
+        let what = "the VM does not run: its disks are sent, which are not compressed, and neither is a memory that is saved. Leave it out";
+        return Err(Problem::invalid("compress", what));
+    }
     if request.downtime_milliseconds.is_none() {
         return Ok(());
     }

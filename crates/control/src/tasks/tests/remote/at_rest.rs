@@ -104,6 +104,11 @@ async fn who_cannot_send_or_take_the_memory_of_a_suspended_vm_is_named_before() 
         planned.map(drop).map_err(|problem| problem.detail).err()
     };
     assert_eq!(refused().await, None);
+    let remote = Some("east".to_owned());
+    let request = MigrateVm { remote, compress: true, ..MigrateVm::default() };
+    let me = Caller::administrator("me");
+    let compressed = migrate::migrate(&two.services(), &me, "web", request, true).await;
+    assert_eq!(compressed.map(drop).unwrap_err().field.as_deref(), Some("compress"));
     two.west.plane.lack_features(&[ARRIVALS_SUSPENDED]);
     let told = refused().await.unwrap();
     assert!(told.contains("takes no VMs that are suspended (arrivals-suspended)"), "{told}");

@@ -1,0 +1,146 @@
+//! Disks whose storage does not end what their guest has asked: the guest waits, and nothing fails.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use vmseal_api::filter::FilterStatus;
+use vmseal_api::host::{DatastoreLocation, DiskSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::id::DiskId;
+
+/// How long a request of a guest may wait for storage before that is reported: longer than a disk takes to give up a sector, a cluster of
+/// Ceph to put another OSD in the place of one that has died, or an NFS server to be restarted.
+pub const DISK_STALL: Duration = Duration::from_secs(30);
+
+/// The disks of a VM that stall, and since when.
+#[derive(Debug, Default)]
+pub struct Stalled(BTreeMap<DiskId, Timestamp>);
+
+impl Stalled {
+    /// The notices for operators from a filter's status, as of `now`. A request may wait for `most`.
+    pub fn notices(
+        &mut self,
+        spec: &VmSpec,
+        status: &FilterStatus,
+        most: Duration,
+        now: Timestamp,
+    ) -> Vec<Notice> {
+        let age = |disk: &DiskId| {
+            let told = status.disks.iter().find(|told| told.disk == *disk);
+            let age = Duration::from_millis(told?.oldest_milliseconds?);
+            (age >= most).then_some(age)
+        };
+        // One that goes on to stall keeps its time, whichever request is the oldest by now.
+        self.0.retain(|disk, _| age(disk).is_some());
+        let mut notices = Vec::new();
+        for disk in spec.disks() {
+            let Some(age) = age(&disk.disk) else { continue };
+            let age = SignedDuration::try_from(age).unwrap_or(SignedDuration::MAX);
+            let began = now.checked_sub(age).unwrap_or(Timestamp::MIN);
+            let since = *self.0.entry(disk.disk).or_insert(began);
+            let detail = detail(disk, since);
+            notices.push(Notice { code: NoticeCode::DiskStalled, disk: Some(disk.disk), detail });
+        }
+        notices
+    }
+}
+
+fn detail(disk: &DiskSpec, since: Timestamp) -> String {
+    let location = &disk.datastore.location;
+    let path = location.path().display();
+    let look = match location {
+        DatastoreLocation::Dir { .. } => {
+            format!("See that {path} and what it is mounted from answer")
+        }
+        DatastoreLocation::Rbd { pool, .. } => format!(
+            "See whether the cluster is well (ceph health detail): its network, OSDs that are down, placement groups of pool '{}' that are not active, room",
+            pool.pool
+        ),
+    };
+    format!(
+        "the datastore of disk '{}' ({path}) has not ended a request of the guest since {since:.0}. The guest waits; nothing fails, and nothing is lost. {look}. When the request ends, the guest goes on by itself",
+        disk.name
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::filter::{DiskActivity, DiskCounters, DiskStatus};
+    use vmseal_api::host::{DatastoreSpec, Device};
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+
+    fn disk(name: &str) -> DiskSpec {
+        let location = DatastoreLocation::Dir { path: "/one".into() };
+        DiskSpec {
+            disk: DiskId::new(),
+            name: name.to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            size: 4096,
+            encrypted: false,
+            allocation: Default::default(),
+            role: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        }
+    }
+
+    /// The status of a filter whose disks have requests of these ages.
+    fn status(spec: &VmSpec, ages: [Option<u64>; 2]) -> FilterStatus {
+        let disks = spec.disks().zip(ages).map(|(disk, oldest_milliseconds)| DiskStatus {
+            waits: None,
+            file: None,
+            disk: disk.disk,
+            state: DiskActivity::Connected,
+            driver: None,
+            oldest_milliseconds,
+            counters: DiskCounters::default(),
+            last_error: None,
+            bitmaps: Vec::new(),
+            replica: None,
+            mirror: None,
+        });
+        FilterStatus {
+            replaces: true,
+            retires: true,
+            mirrors: true,
+            completes: true,
+            grows: true,
+            channels: true,
+            version: vmseal_api::filter::VERSION,
+            pid: 1,
+            vm: spec.vm,
+            disks: disks.collect(),
+            confinement: None,
+        }
+    }
+
+    #[test]
+    fn a_disk_that_ends_nothing_is_reported_since_when_until_it_does() {
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.devices = ["root", "data"].map(|name| Device::Disk(disk(name))).into();
+        let mut stalled = Stalled::default();
+        let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        let mut at = |seconds: i64, ages| {
+            let now = start + SignedDuration::from_secs(seconds);
+            stalled.notices(&spec, &status(&spec, ages), DISK_STALL, now)
+        };
+        assert_eq!(at(0, [None, Some(29_999)]), [], "too early");
+        let told = at(30, [Some(3), Some(30_000)]);
+        let [Notice { code: NoticeCode::DiskStalled, disk, detail }] = &told[..] else {
+            panic!("{told:?}")
+        };
+        assert_eq!(*disk, spec.disk_at(1).map(|disk| disk.disk));
+        for part in ["'data'", "/one", "since 2026-01-01T00:00:00Z"] {
+            assert!(detail.contains(part), "{part}: {detail}");
+        }
+        // The oldest one has ended, and the next one is as stuck.
+        assert_eq!(at(70, [None, Some(40_000)]), told, "the text changes while nothing does");
+        assert_eq!(at(80, [None, Some(2)]), [], "it goes on");
+        let again = at(200, [None, Some(31_000)]);
+        assert!(again[0].detail.contains("since 2026-01-01T00:02:49Z"), "{again:?}");
+    }
+}

@@ -1,0 +1,122 @@
+//! Whether the OSDs that disks are on are encrypted: what policies ask for, and what is shown with disks.
+
+use std::collections::HashMap;
+
+use sqlx::SqliteConnection;
+use vmseal_api::datastore::Messenger;
+use vmseal_api::host::DatastoreLocation;
+use vmseal_api::id::{DatastoreId, DiskId};
+use vmseal_api::model::Vm;
+use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use crate::store::datastores::{self, Datastore, OnHost};
+use crate::store::disks::Disk;
+use crate::store::policies::Policy;
+
+/// A disk that is not, or would not be, on encrypted OSDs as its policy asks.
+pub(super) struct Lacking {
+    /// The disk.
+    pub disk: String,
+    /// Its datastore.
+    pub datastore: String,
+    /// What is known of the OSDs, and what may be done.
+    pub why: String,
+}
+
+/// The first of these disks that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory has no OSDs.
+pub(super) async fn lacking(
+    from: &mut SqliteConnection,
+    policy: &Policy,
+    disks: &[Disk],
+) -> Result<Option<Lacking>, Problem> {
+    if !policy.needs_encrypted_osds() {
+        return Ok(None);
+    }
+    for disk in disks {
+        let Some(pool) = disk.datastore.location.pool() else { continue };
+        let id = disk.datastore.datastore.to_string();
+        let known = datastores::find(from, &id).await?;
+        let facts = known.map_or_else(OsdFacts::default, |it| it.osds.facts);
+        if let Some(why) = facts.lacking(&disk.datastore_name, pool) {
+            let (disk, datastore) = (disk.name.clone(), disk.datastore_name.clone());
+            return Ok(Some(Lacking { disk, datastore, why }));
+        }
+    }
+    Ok(None)
+}
+
+/// Refuses disks in pools of Ceph whose OSDs are not encrypted as their policy asks, or of which that is not known.
+///
+/// # Errors
+/// `wrong-state`, with what may be done.
+pub(crate) async fn require(
+    from: &mut SqliteConnection,
+    policy: &Policy,
+    disks: &[Disk],
+) -> Result<(), Problem> {
+    let Some(Lacking { disk, datastore, why }) = lacking(from, policy, disks).await? else {
+        return Ok(());
+    };
+    let policy = &policy.name;
+    let detail = format!(
+        "policy '{policy}' has disks in pools of Ceph only on encrypted OSDs, and disk '{disk}' is in datastore '{datastore}': {why}. Otherwise choose another datastore (vmseal vm move), or change the policy (vmseal policy set {policy} --osd-encryption any)"
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// Why disks of VMs that have a policy may not get to a datastore of a host to which they move, for people: for its connections, or its
+/// OSDs. None where they may.
+pub(super) fn refusal(
+    policy: &Policy,
+    datastore: &Datastore,
+    location: &DatastoreLocation,
+) -> Option<String> {
+    let pool = location.pool()?;
+    if policy.messenger == Some(Messenger::Secure) && pool.messenger != Messenger::Secure {
+        return Some(format!(
+            "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it has messenger 'crc'",
+            policy.name
+        ));
+    }
+    let is_open = |on: &OnHost| {
+        let mounted = on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure);
+        mounted && on.location == *location
+    };
+    if policy.messenger == Some(Messenger::Secure) && datastore.hosts.iter().any(is_open) {
+        return Some(format!(
+            "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it is still mounted with messenger 'crc': mount it anew (vmseal datastore remount {})",
+            policy.name, datastore.name
+        ));
+    }
+    let facts = &datastore.osds.facts;
+    let why = facts.lacking(&datastore.name, pool).filter(|_| policy.needs_encrypted_osds())?;
+    Some(format!(
+        "policy '{}' has disks in pools of Ceph only on encrypted OSDs, and {why}",
+        policy.name
+    ))
+}
+
+/// The datastores of those of these disks that are in pools.
+pub(super) fn in_pools(disks: &[Disk]) -> HashMap<DiskId, DatastoreId> {
+    let in_pools = disks.iter().filter(|disk| disk.datastore.location.pool().is_some());
+    in_pools.map(|disk| (disk.id, disk.datastore.datastore)).collect()
+}
+
+/// Says of each disk of a VM where it is encrypted.
+pub(super) fn tell(
+    vm: &mut Vm,
+    in_pools: &HashMap<DiskId, DatastoreId>,
+    known: &HashMap<DatastoreId, OsdFacts>,
+) {
+    for disk in &mut vm.disks {
+        let osds = match in_pools.get(&disk.id) {
+            Some(datastore) => known.get(datastore).and_then(OsdFacts::known),
+            None => Some(false),
+        };
+        disk.encrypted_at = Some(EncryptionPlace::of(disk.encrypted, osds));
+    }
+}
+
+#[cfg(test)]
+mod tests;
