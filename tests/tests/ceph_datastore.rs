@@ -4,8 +4,9 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 
+use serde_json::json;
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
 use vmseal_tests::ceph::{is_installed, said};
@@ -16,6 +17,7 @@ use vmseal_tests::counting_guest::{
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::program;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image};
 
@@ -396,6 +398,120 @@ fn keys(bench: &CephInstallation) {
     assert!(shown.contains(&format!("host 'here': {fingerprint}, of its keyring")), "{shown}");
     let refused = here.refused(&["datastore", "remount", "local"]).unwrap();
     assert!(refused.contains("is a directory"), "{refused}");
+}
+
+/// What the process that serves the pool was told.
+fn command_line(bench: &CephInstallation) -> String {
+    let server = bench.server().expect("no vmseal-rbd runs");
+    let line = std::fs::read(format!("/proc/{server}/cmdline")).unwrap();
+    String::from_utf8_lossy(&line).replace('\0', " ")
+}
+
+/// Whether a cluster passes for the one with this fsid, as `vmseal-rbd` sees it; what it says.
+fn passes_for(bench: &CephInstallation, fsid: &str) -> (bool, String) {
+    let mut command = Command::new(program("vmseal-rbd").unwrap());
+    command.args(["--check", "--cluster", fsid, "--messenger", "crc", "--pool", "vmseal"]);
+    command.arg("--monitors").arg(bench.cluster.monitors());
+    command.arg("--keyring").arg(bench.cluster.user());
+    let output = command.arg(bench.here.path("nowhere")).output().unwrap();
+    let said = [&output.stdout[..], &output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+}
+
+/// Has the cluster's daemons take connections of either mode.
+fn allow_both_modes(bench: &CephInstallation) {
+    for (daemon, option) in [("mon.a", "ms_mon_service_mode"), ("osd.*", "ms_service_mode")] {
+        bench.cluster.ceph(&["tell", daemon, "config", "set", option, "crc secure"]);
+    }
+}
+
+/// User, monitors, messenger and key of a pool change under a guest that writes. It goes on by the new way when the pool is mounted anew,
+/// and also when `vmseal-rbd` dies, though its VM was started with the former way; and when an agent that was not there takes it over.
+#[test]
+fn a_guest_on_ceph_goes_on_when_hosts_get_to_the_pool_by_another_way() {
+    if !is_installed() {
+        return;
+    }
+    let mut bench = CephInstallation::new(Options {
+        messenger: "crc",
+        erasure_coded: false,
+        key_at_server: true,
+    });
+    let fsid = bench.cluster.json(&["status"])["fsid"].as_str().unwrap().to_owned();
+    let (is_it, said) = passes_for(&bench, &fsid);
+    assert!(is_it, "{said}");
+    let (is_it, said) = passes_for(&bench, "3b9e0f5c-1a52-4d0b-8a53-2f7b7f3f2f11");
+    assert!(!is_it && said.contains("this is another cluster") && said.contains(&fsid), "{said}");
+
+    let shown = |bench: &CephInstallation| bench.here.json(&["datastore", "show", "ceph"]).unwrap();
+    let before = shown(&bench);
+    let mounted = &before["hosts"][0]["mounted"];
+    assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("crc"), &json!(true)));
+    assert_eq!(mounted["cluster"], json!(fsid));
+    let mut console = started(&bench.here, "ceph");
+    count(&mut console);
+
+    // Nobody is there, and the cluster takes no such connections yet.
+    let set = ["datastore", "set", "ceph"];
+    let server = bench.server();
+    for wrong in [["--monitors", "v2:127.0.0.1:1/0"], ["--messenger", "secure"]] {
+        let refused = bench.here.refused(&[&set[..], &wrong].concat()).unwrap();
+        assert!(refused.contains("nothing is changed, as host 'here' cannot"), "{refused}");
+    }
+    assert_eq!(shown(&bench)["hosts"][0]["location"], before["hosts"][0]["location"]);
+
+    allow_both_modes(&bench);
+    let keyring = keyring_of(&bench, "client.moved");
+    // The same monitor, as ceph.conf writes lists of its addresses.
+    let monitors = format!("[{}]", bench.cluster.monitors());
+    let way = ["--monitors", &monitors, "--user", "client.moved", "--messenger", "secure"];
+    let key = ["--key-file", text(&keyring).unwrap()];
+    let set = [&set[..], &way, &key].concat();
+    let planned = tried_and_done(&bench.here, &[&set[..], &["--dry-run"]].concat());
+    assert!(planned.contains("which works on hosts 'here'"), "{planned}");
+    assert_eq!(shown(&bench)["hosts"][0]["location"], before["hosts"][0]["location"]);
+    tried_and_done(&bench.here, &set);
+    let now = shown(&bench);
+    assert_eq!(now["id"], before["id"]);
+    assert_eq!(now["hosts"][0]["location"]["pool"]["user"], json!("client.moved"));
+    let mounted = &now["hosts"][0]["mounted"];
+    assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("crc"), &json!(false)));
+    assert_eq!(bench.server(), server, "it was mounted anew");
+
+    tried_and_done(&bench.here, &["datastore", "remount", "ceph"]);
+    bench.is_served_again(VM, server);
+    let now = shown(&bench);
+    let mounted = &now["hosts"][0]["mounted"];
+    assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("secure"), &json!(true)));
+    assert_eq!(now["hosts"][0]["mounted_key"]["current"], json!(true));
+    let is_new = |bench: &CephInstallation| {
+        let line = command_line(bench);
+        let told = ["client.moved", "--messenger secure", &monitors];
+        assert!(told.iter().all(|word| line.contains(word)), "{line}");
+    };
+    is_new(&bench);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+
+    // The agent has the VM as it was started: by the former way.
+    count(&mut console);
+    let server = bench.server();
+    bench.kill_server_of_pool();
+    bench.is_served_again(VM, server);
+    is_new(&bench);
+    let server = bench.server();
+    bench.here.kill_agent();
+    bench.kill_server_of_pool();
+    bench.here.start_agent().unwrap();
+    bench.is_served_again(VM, server);
+    is_new(&bench);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    bench.shares_data();
+    let key = std::fs::read_to_string(keyring).unwrap();
+    let key = key.lines().find_map(|line| line.trim().strip_prefix("key = ")).unwrap();
+    assert!(!bench.log().contains(key), "a key is in a log");
+    bench.here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
 /// What cannot be mounted says why, and nothing is added.

@@ -20,7 +20,10 @@ pub const SCAN_IMAGES_MAX: usize = 10_000;
 pub const SCAN_ENTRIES_MAX: u64 = 200_000;
 
 /// A datastore, as an agent needs to know it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+///
+/// Two are the same where their datastore and their place are: how the host gets to the cluster may change while VMs run and tasks are at
+/// work ([`RbdPool::changed`]), and they go on with the datastore that they were told of.
+#[derive(Clone, Debug, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DatastoreSpec {
     /// The datastore's id; written into it at the first use, so that another (or an unmounted) one is
@@ -28,6 +31,19 @@ pub struct DatastoreSpec {
     pub datastore: DatastoreId,
     /// Where it is.
     pub location: DatastoreLocation,
+}
+
+impl PartialEq for DatastoreSpec {
+    fn eq(&self, other: &Self) -> bool {
+        let is_same_place = match (&self.location, &other.location) {
+            (
+                DatastoreLocation::Rbd { path, pool },
+                DatastoreLocation::Rbd { path: other_path, pool: other_pool },
+            ) => path == other_path && pool.is_same_pool(other_pool),
+            (one, other) => one == other,
+        };
+        self.datastore == other.datastore && is_same_place
+    }
 }
 
 /// Where a datastore is.
@@ -66,6 +82,17 @@ impl DatastoreLocation {
         match self {
             Self::Rbd { path, pool } => {
                 Self::Rbd { path, pool: Box::new(RbdPool { create: None, ..*pool }) }
+            }
+            directory @ Self::Dir { .. } => directory,
+        }
+    }
+
+    /// The same as it is asked for: without what only the server sets.
+    #[must_use]
+    pub fn asked(self) -> Self {
+        match self {
+            Self::Rbd { path, pool } => {
+                Self::Rbd { path, pool: Box::new(RbdPool { changed: None, ..*pool }) }
             }
             directory @ Self::Dir { .. } => directory,
         }
@@ -111,6 +138,12 @@ pub struct RbdPool {
     /// When the datastore is added: makes the pools that are not there, so that they are like this. Not kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub create: Option<NewPools>,
+    /// When monitors, user, messenger or keyring were changed last; none where they are as they were added. The server sets it. Of two ways
+    /// to a pool hosts take the later one, so that a VM that was told an earlier one finds its disks. Agents without the feature
+    /// `pool-ways` do not know it.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>, format = DateTime))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed: Option<Timestamp>,
 }
 
 /// How data goes between a host and a Ceph cluster (`ms_client_mode`).
@@ -147,7 +180,44 @@ impl FromStr for Messenger {
     }
 }
 
+/// Says which way to a cluster a mount uses: 16 hexadecimal digits that follow from monitors, user and messenger. It is compared with
+/// another one of the same datastore, and nobody gains by making two alike: FNV-1a is enough.
+#[must_use]
+pub fn way_of(monitors: &str, user: &str, messenger: Messenger) -> String {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0100_0000_01b3;
+    // None of them has a control character.
+    let text = format!("{monitors}\0{user}\0{}", messenger.name());
+    let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(PRIME);
+    format!("{:016x}", text.bytes().fold(BASIS, hash))
+}
+
+/// How a pool is mounted, as what serves the mount says it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountFacts {
+    /// By which way ([`way_of`]).
+    pub way: String,
+    /// How its data goes over the network.
+    pub messenger: Messenger,
+    /// The cluster, by its fsid.
+    pub cluster: String,
+}
+
 impl RbdPool {
+    /// Which way to the cluster this is.
+    #[must_use]
+    pub fn way(&self) -> String {
+        way_of(&self.monitors, &self.user, self.messenger)
+    }
+
+    /// Whether it is the same pool, whatever way goes there.
+    #[must_use]
+    pub fn is_same_pool(&self, other: &Self) -> bool {
+        self.pool == other.pool
+            && self.namespace == other.namespace
+            && self.data_pool == other.data_pool
+    }
+
     /// Checks what can be checked without the cluster.
     ///
     /// # Errors
@@ -196,14 +266,31 @@ pub struct SetDatastoreKey {
     pub force: bool,
 }
 
-/// Changes a datastore. What is not given stays as it is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Changes a datastore: what is stated of the OSDs of a pool's cluster, how hosts get to the pool, and the key of its user that the server
+/// holds. What is not given stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SetDatastore {
     /// What is stated of the OSDs of a pool's cluster: whether they are encrypted, or that the cluster is asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub osd_encryption: Option<StatedOsds>,
+    /// The monitors' addresses, as in `mon_host` of `ceph.conf`. They must be of the same cluster.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub monitors: Option<String>,
+    /// The Ceph user, `client.NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// How data goes over the network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messenger: Option<Messenger>,
+    /// The file on the hosts with the user's key, an absolute path: of a pool whose key is in such a file.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keyring: Option<PathBuf>,
+    /// The user's key, of a pool whose key the server holds: sealed for `key of datastore NAME`, the name as in the request's path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<SealedPassphrase>,
 }
 
 /// A datastore on a host.
@@ -219,6 +306,23 @@ pub struct DatastoreHost {
     /// asked yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mounted_key: Option<MountedKey>,
+    /// How the host's mount of a pool gets to the cluster. None where the host has not said it: its agent or what serves the pool there is
+    /// of an earlier version, or it was not asked yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mounted: Option<MountedWay>,
+}
+
+/// How a mount of a pool gets to the cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct MountedWay {
+    /// How its data goes over the network.
+    pub messenger: Messenger,
+    /// The cluster, by its fsid.
+    pub cluster: String,
+    /// Whether monitors, user and messenger are those of the datastore now. Where they are not, the host uses them from when it mounts the
+    /// pool anew.
+    pub current: bool,
 }
 
 /// The key that a mount of a pool uses.
@@ -298,6 +402,9 @@ pub enum DatastoreCondition {
         /// Whether the OSDs of the cluster are encrypted: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         osds: Option<OsdEncryption>,
+        /// How the mount of a pool gets to the cluster: none of a directory, or of a host of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mount: Option<MountFacts>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {
@@ -492,4 +599,55 @@ pub enum ImageStatus {
     Foreign,
     /// The inventory has the disk, and the datastore does not.
     Missing,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool() -> RbdPool {
+        RbdPool {
+            monitors: "v2:10.0.0.1:3300".to_owned(),
+            user: "client.vmseal".to_owned(),
+            keyring: Some("/etc/ceph/keyring".into()),
+            pool: "vms".to_owned(),
+            namespace: None,
+            data_pool: None,
+            messenger: Messenger::Crc,
+            create: None,
+            changed: None,
+        }
+    }
+
+    #[test]
+    fn each_part_of_a_way_makes_another_one_and_the_keyring_none() {
+        let ways = [
+            pool(),
+            RbdPool { monitors: "v2:10.0.0.2:3300".to_owned(), ..pool() },
+            RbdPool { user: "client.other".to_owned(), ..pool() },
+            RbdPool { messenger: Messenger::Secure, ..pool() },
+        ];
+        let told: std::collections::BTreeSet<_> = ways.iter().map(RbdPool::way).collect();
+        assert_eq!(told.len(), ways.len(), "{told:?}");
+        assert!(told.iter().all(|way| way.len() == 16), "{told:?}");
+        assert_eq!(RbdPool { keyring: None, ..pool() }.way(), pool().way());
+    }
+
+    #[test]
+    fn a_datastore_is_the_same_by_whatever_way_a_host_gets_to_it() {
+        let datastore = DatastoreId::new();
+        let spec = |path: &str, pool: RbdPool| {
+            let location = DatastoreLocation::Rbd { path: path.into(), pool: Box::new(pool) };
+            DatastoreSpec { datastore, location }
+        };
+        let one = spec("/ceph", pool());
+        let monitors = "v2:10.0.0.2:3300".to_owned();
+        let changed = Some(Timestamp::UNIX_EPOCH);
+        assert_eq!(one, spec("/ceph", RbdPool { monitors, changed, ..pool() }));
+        assert_ne!(one, spec("/other", pool()));
+        assert_ne!(one, spec("/ceph", RbdPool { pool: "other".to_owned(), ..pool() }));
+        assert_ne!(one, DatastoreSpec { datastore: DatastoreId::new(), ..one.clone() });
+        let directory = DatastoreLocation::Dir { path: "/ceph".into() };
+        assert_ne!(one, DatastoreSpec { datastore, location: directory });
+    }
 }

@@ -132,7 +132,7 @@ pub struct Datastore {
     pub osd_encryption: Option<OsdFacts>,
 }
 
-/// A datastore whose key was changed.
+/// A datastore whose key was changed, or how hosts get to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct RekeyedDatastore {

@@ -310,6 +310,7 @@ mod tests {
             data_pool: Some("ec".to_owned()),
             messenger: Messenger::Secure,
             create: None,
+            changed: None,
         }
     }
 

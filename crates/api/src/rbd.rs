@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::datastore::Messenger;
+use crate::datastore::{Messenger, MountFacts};
 
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
@@ -40,6 +40,21 @@ pub struct Mounted {
     /// How data goes over the network, as the library has it in force. None of a `vmseal-rbd` of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
+    /// By which way it has connected ([`way_of`](crate::datastore::way_of)). None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub way: Option<String>,
+    /// The cluster, by its fsid. None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<String>,
+}
+
+impl Mounted {
+    /// How it gets to the cluster, where it says all of that.
+    #[must_use]
+    pub fn facts(&self) -> Option<MountFacts> {
+        let (way, cluster) = (self.way.clone()?, self.cluster.clone()?);
+        Some(MountFacts { way, messenger: self.messenger?, cluster })
+    }
 }
 
 /// An extended attribute of directories: how images that are made there from now on are cut into objects, a

@@ -30,6 +30,8 @@ const REQUESTS_IN_FLIGHT: u64 = budget::REQUESTS_IN_FLIGHT + 1024;
 /// How many keys of a directory are read at a time.
 const KEYS_AT_A_TIME: u64 = 512;
 
+/// Room for a cluster's fsid: a UUID as text, and the byte that ends it.
+const FSID_BYTES: usize = 37;
 /// The options that say how data goes over the network: to OSDs, and to monitors.
 const MESSENGER_OPTIONS: [&str; 2] = ["ms_client_mode", "ms_mon_client_mode"];
 
@@ -232,6 +234,20 @@ impl Cluster {
             (rados.rados_buffer_free)(address);
             Ok(without_version(&owned).to_owned())
         }
+    }
+
+    /// Which cluster it is, by its fsid. The monitors have said it when the connection was made: nobody is asked.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn fsid(&self) -> io::Result<String> {
+        let mut told = [0_u8; FSID_BYTES];
+        let start = told.as_mut_ptr().cast::<c_char>();
+        // SAFETY: the handle is open, and the buffer outlives the call, which writes at most as many bytes as are said.
+        let length = unsafe { (loaded().rados.rados_cluster_fsid)(self.0, start, FSID_BYTES) };
+        let length = usize::try_from(checked(length)?).unwrap_or(FSID_BYTES).min(FSID_BYTES);
+        let text = String::from_utf8_lossy(&told[..length]);
+        Ok(text.trim_end_matches('\0').to_owned())
     }
 
     /// The room of a pool, in bytes: what it holds, and what it can take yet.

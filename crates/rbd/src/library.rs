@@ -111,6 +111,7 @@ functions! {
         fn rados_conf_get(Rados, *const c_char, *mut c_char, size_t) -> c_int;
         fn rados_connect(Rados) -> c_int;
         fn rados_shutdown(Rados);
+        fn rados_cluster_fsid(Rados, *mut c_char, size_t) -> c_int;
         fn rados_getaddrs(Rados, *mut *mut c_char) -> c_int;
         fn rados_mon_command(
             Rados, *mut *const c_char, size_t, *const c_char, size_t,

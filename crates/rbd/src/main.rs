@@ -23,7 +23,7 @@ use clap::Parser;
 use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use vmseal_api::datastore::Messenger;
+use vmseal_api::datastore::{Messenger, way_of};
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
 use vmseal_rbd::channel::listener::Listener;
@@ -91,6 +91,9 @@ struct Options {
     /// says whether the key and the addresses are good, and whether the user may do what a mount does
     #[arg(long, conflicts_with = "create")]
     check: bool,
+    /// The cluster, by its fsid, that it must be: another one is refused
+    #[arg(long, value_name = "FSID", requires = "check")]
+    cluster: Option<String>,
     /// Where the process notes its address in the cluster
     #[arg(long, value_name = "DIRECTORY", default_value = "/run/vmseal-rbd")]
     run_dir: PathBuf,
@@ -146,6 +149,9 @@ fn check(options: &Options) -> anyhow::Result<()> {
     // Ends the process: a call of the library that waits for the cluster cannot be given up.
     nix::unistd::alarm::set(CHECK_SECONDS);
     let (cluster, _) = connect(options)?;
+    if let Some(expected) = &options.cluster {
+        require_cluster(expected, &cluster.fsid()?)?;
+    }
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
     Directories::new(Arc::clone(&pool))
         .list(Inode::ROOT)
@@ -164,6 +170,16 @@ fn check(options: &Options) -> anyhow::Result<()> {
     }
     tracing::info!(pool = options.pool, "the key is good");
     Ok(())
+}
+
+/// Refuses another cluster than the one that a datastore is in, though it may have a pool of the name.
+fn require_cluster(expected: &str, found: &str) -> anyhow::Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    bail!(
+        "this is another cluster: the monitors are of the one with fsid {found}, and the datastore is in the one with fsid {expected}"
+    )
 }
 
 /// Where the record of the mount's processes is; its directory is made.
@@ -267,11 +283,14 @@ fn serve(
     let store = Store { pool, layout, predecessors };
     let channel = listener.as_ref().map(|listener| listener.path().to_owned());
     let messenger = cluster.messenger().context("the messenger's mode is not known")?;
+    let fsid = cluster.fsid().context("the cluster does not say which one it is")?;
     let mounted = Mounted {
         process: std::process::id(),
         key: Some(key),
         channel,
         messenger: Some(messenger),
+        way: Some(way_of(&options.monitors, &options.user, options.messenger)),
+        cluster: Some(fsid),
     };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     if let Some(listener) = listener {

@@ -183,6 +183,7 @@ async fn datastores_of_two_hosts_may_have_one_name() {
             host_name: other.name.clone(),
             location: known.hosts[0].location.clone(),
             mounted_key: None,
+            mount: None,
         }],
         ..known.clone()
     };

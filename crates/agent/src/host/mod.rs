@@ -353,16 +353,23 @@ impl HostAgent for RealHost {
 
     async fn offer_pool_key(&self, offered: PoolKey) -> Result<(), Problem> {
         let key = self.shared.key_box.open_pool_key(&offered)?;
+        if key.is_none() {
+            // The host does not have the pool any more.
+            pool::forget_way(&offered.path);
+        }
         pool_keys::hold(offered.path, key);
         Ok(())
     }
 
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
         let key = remount::key_to_try(&self.shared.key_box, &remount)?;
-        let Remount { datastore, only_try, .. } = remount;
-        spawn_blocking(move || match key {
-            Some(key) => remount::try_key(&datastore.location, &key).map(|()| None),
-            None => remount::remount(&datastore.location, only_try),
+        let Remount { datastore, only_try, cluster, .. } = remount;
+        spawn_blocking(move || match (&key, &cluster) {
+            (None, None) => remount::remount(&datastore.location, only_try),
+            (key, cluster) => {
+                remount::try_way(&datastore.location, key.as_ref(), cluster.as_deref())
+                    .map(|()| None)
+            }
         })
         .await
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?

@@ -761,7 +761,9 @@ impl From<&DatastoreSpec> for Datastore {
         let location = match location {
             DatastoreLocation::Dir { path } => Location::Dir { path: path.clone() },
             DatastoreLocation::Rbd { path, pool } => {
-                Location::Rbd { path: path.clone(), pool: pool.clone() }
+                // Which way is the latest, the pool's own note says; agents of earlier versions do not read this field.
+                let pool = Box::new(RbdPool { changed: None, ..(**pool).clone() });
+                Location::Rbd { path: path.clone(), pool }
             }
         };
         Self { datastore: *datastore, location }

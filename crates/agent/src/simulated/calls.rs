@@ -163,13 +163,14 @@ impl Inside {
         DatastoreUsage { capacity: CAPACITY, free: if self.full { 0 } else { CAPACITY } }
     }
 
-    fn condition(&self, spec: &DatastoreSpec) -> DatastoreCondition {
+    fn condition(&mut self, spec: &DatastoreSpec) -> DatastoreCondition {
         let pools = spec.location.pool().map_or_else(Vec::new, |_| self.pools.clone());
         let mounted_key = self.mounted_key(&spec.location);
+        let mount = self.mount(&spec.location);
         let osds = spec.location.pool().and(self.osds);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools, mounted_key, osds }
+            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds }
         };
         if let Some(free) = self.free {
             return available(free);

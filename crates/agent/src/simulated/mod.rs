@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::datastore::{HeaderRole, Messenger};
+use vmseal_api::datastore::{HeaderRole, Messenger, MountFacts};
 use vmseal_api::dump::PanicDump;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
@@ -337,12 +337,16 @@ struct Inside {
     pools: Vec<PoolFacts>,
     /// The fingerprints of the keys that mounts of pools use, by their places: these outlive agents.
     mounted_keys: BTreeMap<PathBuf, String>,
+    /// How pools are mounted, by their places: this outlives agents, too.
+    mounts: BTreeMap<PathBuf, MountFacts>,
     /// With which messenger somebody has mounted pools by hand, by their places.
     mounted_messengers: BTreeMap<PathBuf, Messenger>,
     /// What the monitors of a cluster say of its OSDs.
     osds: Option<OsdEncryption>,
     /// The keys of pools that their cluster refuses.
     refused_keys: Vec<Vec<u8>>,
+    /// The monitors that are of another cluster, and its fsid.
+    other_clusters: BTreeMap<String, String>,
     fail_disks: BTreeSet<DiskId>,
     /// The versions of the contract that it reports.
     contract: ContractRange,
@@ -388,9 +392,11 @@ impl SimulatedHost {
             free: None,
             pools: Vec::new(),
             mounted_keys: BTreeMap::new(),
+            mounts: BTreeMap::new(),
             mounted_messengers: BTreeMap::new(),
             osds: None,
             refused_keys: Vec::new(),
+            other_clusters: BTreeMap::new(),
             fail_disks: BTreeSet::new(),
             contract: CONTRACT,
             features: FEATURES.map(str::to_owned).to_vec(),

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use vmseal_api::datastore::Messenger;
+use vmseal_api::datastore::{Messenger, MountFacts, RbdPool};
 use vmseal_api::host::{DatastoreLocation, PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -12,6 +12,9 @@ use vmseal_secret::derive::{DeriveError, pool_key_fingerprint};
 use super::{Inside, SimulatedHost};
 use crate::storage::pool::{check_messenger, without_key};
 use crate::storage::remount::{key_to_try, not_a_pool};
+
+/// The fsid of the cluster that all pools are in, if it is not said that they are in another one.
+const CLUSTER: &str = "3b9e0f5c-1a52-4d0b-8a53-2f7b7f3f2f11";
 
 impl Inside {
     /// The pool is mounted at once.
@@ -24,6 +27,7 @@ impl Inside {
             }
             None => {
                 self.mounted_keys.remove(&offered.path);
+                self.mounts.remove(&offered.path);
                 self.agent.pool_keys.remove(&offered.path);
             }
         }
@@ -56,12 +60,32 @@ impl Inside {
         self.mounted_keys.get(location.path()).cloned()
     }
 
+    /// How a pool is mounted: from now on as it is told, if nobody has asked before.
+    pub fn mount(&mut self, location: &DatastoreLocation) -> Option<MountFacts> {
+        let facts = self.facts_of(location.pool()?);
+        Some(self.mounts.entry(location.path().to_owned()).or_insert(facts).clone())
+    }
+
+    fn facts_of(&self, pool: &RbdPool) -> MountFacts {
+        let cluster = self.other_clusters.get(&pool.monitors);
+        let cluster = cluster.map_or_else(|| CLUSTER.to_owned(), Clone::clone);
+        MountFacts { way: pool.way(), messenger: pool.messenger, cluster }
+    }
+
     pub fn remount(&mut self, remount: &Remount) -> Result<Option<String>, Problem> {
         let location = &remount.datastore.location;
-        if location.pool().is_none() {
+        let Some(pool) = location.pool() else {
             return Err(not_a_pool(location.path()));
+        };
+        let facts = self.facts_of(pool);
+        let key = key_to_try(&self.agent.key_box, remount)?;
+        if let Some(cluster) = &remount.cluster
+            && facts.cluster != *cluster
+        {
+            let what = format!("this is another cluster, with fsid {}", facts.cluster);
+            return Err(Problem::new(ErrorCode::Unreachable, what));
         }
-        if let Some(key) = key_to_try(&self.agent.key_box, remount)? {
+        if let Some(key) = key {
             return self.take_key(Some(&key)).map(|()| None);
         }
         self.may_mount(location)?;
@@ -73,6 +97,9 @@ impl Inside {
         if let Some(key) = held {
             let fingerprint = pool_key_fingerprint(key).map_err(|error| internal(&error))?;
             self.mounted_keys.insert(location.path().to_owned(), fingerprint);
+        }
+        if !remount.only_try {
+            self.mounts.insert(location.path().to_owned(), facts);
         }
         Ok(self.mounted_key(location))
     }
@@ -95,6 +122,11 @@ impl SimulatedHost {
     #[must_use]
     pub fn pool_key(&self, path: &Path) -> Option<Vec<u8>> {
         self.inside().agent.pool_keys.get(path).map(|key| key.expose().to_vec())
+    }
+
+    /// Says that these monitors are of another cluster.
+    pub fn set_other_cluster(&self, monitors: &str, fsid: &str) {
+        self.inside().other_clusters.insert(monitors.to_owned(), fsid.to_owned());
     }
 
     /// Sets the keys that the cluster refuses.

@@ -53,7 +53,8 @@ async fn a_pool_that_was_mounted_in_the_clear_is_wrong_until_it_is_mounted_anew(
         panic!("it is taken");
     };
     assert!(detail.contains("messenger 'crc'"), "{detail}");
-    let remount = |only_try| Remount { datastore: datastore.clone(), only_try, key: None };
+    let remount =
+        |only_try| Remount { datastore: datastore.clone(), only_try, key: None, cluster: None };
     host.remount_datastore(remount(true)).await.unwrap();
     assert!(matches!(measured().await, DatastoreCondition::WrongMark { .. }));
     host.remount_datastore(remount(false)).await.unwrap();

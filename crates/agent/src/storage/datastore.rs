@@ -15,13 +15,14 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::rbd::Mounted;
 
 use crate::storage::file_error::failed;
 use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
-use crate::storage::pool::{facts, mounted_key, osds};
+use crate::storage::pool::{facts, mounted, osds};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -144,9 +145,11 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
         Ok(usage) => {
-            let (pools, mounted_key) = (facts(&spec.location), mounted_key(&spec.location));
-            let osds = osds(&spec.location);
-            DatastoreCondition::Available { usage, pools, mounted_key, osds }
+            let (pools, osds) = (facts(&spec.location), osds(&spec.location));
+            let mounted = mounted(&spec.location);
+            let mount = mounted.as_ref().and_then(Mounted::facts);
+            let mounted_key = mounted.and_then(|it| it.key);
+            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds }
         }
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }

@@ -45,6 +45,7 @@ pub(crate) mod opening;
 pub(crate) mod placeholder;
 pub(crate) mod pool;
 pub(crate) mod pool_keys;
+pub(crate) mod pool_ways;
 pub(crate) mod proof;
 pub(crate) mod remount;
 pub(crate) mod replica;

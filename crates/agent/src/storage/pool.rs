@@ -20,12 +20,12 @@ use std::time::{Duration, Instant};
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{Mounted, OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
 use crate::mounts::{POOL, file_system, served_by, served_by_now};
-use crate::storage::pool_keys;
+use crate::storage::{pool_keys, pool_ways};
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. A remount may have less left.
@@ -60,6 +60,7 @@ pub fn set_program(program: PathBuf, run_dir: PathBuf) {
 /// `invalid-request` where the place cannot be mounted at; `unreachable` with what `vmseal-rbd` says; `wrong-state` where somebody else has
 /// mounted it over connections that are not encrypted, and they are to be.
 pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
+    let pool = &latest(path, pool);
     if is_mounted(path) {
         return check_messenger(path, pool, served_by(path).and_then(|it| it.messenger));
     }
@@ -74,14 +75,29 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     start_and_wait((program, run_dir), path, pool, key.as_deref(), MOUNT_TIMEOUT)
 }
 
+/// A pool by the latest way that this host was told.
+pub(super) fn latest(path: &Path, pool: &RbdPool) -> RbdPool {
+    let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
+    pool_ways::latest(records.as_deref(), path, pool)
+}
+
+/// Forgets by which way the pool that was mounted there was reached: another one may be mounted there.
+pub fn forget_way(path: &Path) {
+    let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
+    pool_ways::forget(records.as_deref(), path);
+}
+
 /// Refuses a mount whose connections are not encrypted where the datastore says that they are: an administrator may have mounted it by hand.
-/// A `vmseal-rbd` of an earlier version does not say how it is connected; the agent started it as the datastore says.
+/// A `vmseal-rbd` of an earlier version does not say how it is connected; the agent started it as the datastore says. Where the way to the pool
+/// was changed since it was added, the mount may be by a former one until it is made anew, and guests go on meanwhile.
 pub(crate) fn check_messenger(
     path: &Path,
     pool: &RbdPool,
     in_force: Option<Messenger>,
 ) -> Result<(), Problem> {
-    if (pool.messenger, in_force) != (Messenger::Secure, Some(Messenger::Crc)) {
+    if pool.changed.is_some()
+        || (pool.messenger, in_force) != (Messenger::Secure, Some(Messenger::Crc))
+    {
         return Ok(());
     }
     let (path, pool) = (path.display(), &pool.pool);
@@ -318,11 +334,11 @@ pub fn osds(of: &DatastoreLocation) -> Option<OsdEncryption> {
     Some(OsdEncryption::Unknown { why })
 }
 
-/// The fingerprint of the key that the mount of a datastore uses; none of a directory, or where that is not said. Blocks.
+/// What the mount of a datastore says of itself; none of a directory, or where that is not said. Blocks.
 #[must_use]
-pub fn mounted_key(of: &DatastoreLocation) -> Option<String> {
+pub fn mounted(of: &DatastoreLocation) -> Option<Mounted> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    served_by(path)?.key
+    served_by(path)
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
@@ -415,6 +431,7 @@ pub(crate) mod tests {
             data_pool: Some("ec".to_owned()),
             messenger: Messenger::Secure,
             create: None,
+            changed: None,
         }
     }
 
@@ -451,6 +468,9 @@ pub(crate) mod tests {
         for in_force in [None, Some(Messenger::Secure), Some(Messenger::Crc)] {
             check(Messenger::Crc, in_force).unwrap();
         }
+        // It may be mounted by the former way yet.
+        let changed = RbdPool { changed: Some(jiff::Timestamp::UNIX_EPOCH), ..pool() };
+        check_messenger(place, &changed, Some(Messenger::Crc)).unwrap();
     }
 
     #[test]

@@ -57,6 +57,7 @@ pub fn remount(location: &DatastoreLocation, only_try: bool) -> Result<Option<St
         return Err(not_a_pool(location.path()));
     };
     let give_up = Instant::now() + REMOUNT_TIMEOUT;
+    let pool = &pool::latest(path, pool);
     let program = pool::program_for(path, pool)?;
     let key = pool::key_for(path, pool)?;
     remount_by(program, path, pool, key.as_deref(), only_try, give_up)
@@ -70,6 +71,10 @@ pub(crate) fn key_to_try(
     key_box: &KeyBox,
     remount: &Remount,
 ) -> Result<Option<SecretBytes>, Problem> {
+    if remount.cluster.is_some() && !remount.only_try {
+        let what = "is of a trial: a pool is mounted by the way that is kept";
+        return Err(Problem::invalid("cluster", what));
+    }
     let Some(sealed) = &remount.key else { return Ok(None) };
     if !remount.only_try {
         let what = "can only be tried: a pool is mounted with the key that the host holds";
@@ -79,35 +84,52 @@ pub(crate) fn key_to_try(
     key_box.open_pool_key(&PoolKey { path, key: Some(sealed.clone()) })
 }
 
-/// Sees whether the cluster takes this key for a pool, whatever that is mounted with. Nothing is mounted. Blocks.
+/// Sees whether the cluster takes this key for a pool, and the way to it in `location`, whatever that is mounted with. Without a key it is
+/// that in the pool's keyring, or the one that the agent holds. With `cluster` it must be that one, by its fsid. Nothing is mounted, and a
+/// mount that hangs does not matter. Blocks.
 ///
 /// # Errors
-/// `unreachable` where the cluster refuses it or does not answer; `timed-out` where too little time is left; `wrong-state` for a directory.
-pub fn try_key(location: &DatastoreLocation, key: &SecretBytes) -> Result<(), Problem> {
+/// `unreachable` where the cluster refuses it, is another one or does not answer; `timed-out` where too little time is left; `wrong-state`
+/// for a directory.
+pub fn try_way(
+    location: &DatastoreLocation,
+    key: Option<&SecretBytes>,
+    cluster: Option<&str>,
+) -> Result<(), Problem> {
     let DatastoreLocation::Rbd { path, pool } = location else {
         return Err(not_a_pool(location.path()));
     };
     let give_up = Instant::now() + REMOUNT_TIMEOUT;
-    try_key_by(pool::program_for(path, pool)?, path, pool, key, give_up)
+    let program = pool::program_for(path, pool)?;
+    let held = match key {
+        Some(_) => None,
+        None => pool::key_for(path, pool)?,
+    };
+    try_way_by(program, path, pool, (key.or(held.as_deref()), cluster), give_up)
 }
 
 /// The same by this program, which keeps its records there, if it has the time for that.
-fn try_key_by(
+fn try_way_by(
     program: (&Path, &Path),
     path: &Path,
     pool: &RbdPool,
-    key: &SecretBytes,
+    (key, cluster): (Option<&SecretBytes>, Option<&str>),
     give_up: Instant,
 ) -> Result<(), Problem> {
-    // It is given, whatever file there is on the host.
-    let given = RbdPool { keyring: None, ..pool.clone() };
+    // A key that is given counts, whatever file there is on the host.
+    let keyring = pool.keyring.clone().filter(|_| key.is_none());
+    let given = RbdPool { keyring, ..pool.clone() };
     // Trials of a pool have one log.
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     check_time(pool, give_up)?;
-    try_to_connect(program, path, &given, Some(key)).map_err(|what| {
+    try_to_connect(program, path, &given, (key, cluster)).map_err(|what| {
         let pool = &pool.pool;
-        let what = format!("the key was not taken for pool '{pool}' (nothing was changed). {what}");
+        let failed = match cluster {
+            Some(_) => format!("the pool '{pool}' cannot be used in this way"),
+            None => format!("the key was not taken for pool '{pool}'"),
+        };
+        let what = format!("{failed} (nothing was changed). {what}");
         Problem::new(ErrorCode::Unreachable, what)
     })
 }
@@ -125,7 +147,7 @@ fn remount_by(
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
     check_time(pool, give_up)?;
-    try_to_connect(program, path, pool, key).map_err(|what| {
+    try_to_connect(program, path, pool, (key, None)).map_err(|what| {
         let pool = &pool.pool;
         let what =
             format!("the pool '{pool}' stays mounted as it is: nobody else could mount it. {what}");
@@ -186,17 +208,20 @@ fn unknown(path: &Path) -> Problem {
     Problem::new(ErrorCode::WrongState, what)
 }
 
-/// Has `vmseal-rbd` connect as for a mount, read and write. What it writes it removes, or the next trial does. Fails with what went wrong, for
-/// people.
+/// Has `vmseal-rbd` connect as for a mount, with this key, to this cluster where that is said, read and write. What it writes it removes, or
+/// the next trial does. Fails with what went wrong, for people.
 fn try_to_connect(
     (program, run_dir): (&Path, &Path),
     path: &Path,
     pool: &RbdPool,
-    key: Option<&SecretBytes>,
+    (key, cluster): (Option<&SecretBytes>, Option<&str>),
 ) -> Result<(), String> {
     let records = run_dir.join("rbd");
     let log_path = records.join(format!("{}.trial.log", pool::name(path)));
     let mut arguments: Vec<OsString> = vec!["--check".into()];
+    if let Some(cluster) = cluster {
+        arguments.extend(["--cluster".into(), cluster.into()]);
+    }
     arguments.extend(pool::arguments(&records, path, pool));
     let started = vmseal_api::atomic_file::private_directory(&records)
         .and_then(|()| {
@@ -279,7 +304,7 @@ pub(crate) mod tests {
             let asked = RbdPool { keyring, ..pool() };
             let (by, in_time) = ((program.as_path(), directory.path()), in_time());
             match key {
-                Some(key) => try_key_by(by, &place, &asked, key, in_time),
+                Some(key) => try_way_by(by, &place, &asked, (Some(key), None), in_time),
                 None => remount_by(by, &place, &asked, None, true, in_time).map(drop),
             }
         };
@@ -297,6 +322,32 @@ pub(crate) mod tests {
         assert!(refused.detail.contains("not taken for pool 'vms'"), "{refused}");
         assert!(!refused.detail.contains("stays mounted"), "nobody has looked: {refused}");
         assert!(!place.exists());
+    }
+
+    #[test]
+    fn another_way_is_tried_with_the_cluster_that_it_must_be_and_what_hangs_is_not_looked_at() {
+        if Path::new("/run/systemd/system").is_dir() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join(PROGRAM_NAME);
+        let hung = Hung::new();
+        let place = hung.as_ref().map_or_else(|| directory.path().join("mount"), Hung::place);
+        let try_it = |cluster: Option<&str>| {
+            let by = (program.as_path(), directory.path());
+            try_way_by(by, &place, &pool(), (None, cluster), in_time())
+        };
+        // With the keyring that the pool names.
+        let takes = "#!/bin/sh\ncase \"$*\" in\n\
+                     '--check --cluster fsid '*' --keyring /etc/ceph/keyring '*) exit 0 ;;\n\
+                     esac\necho another cluster \"$3\" >&2\nexit 1\n";
+        write_script(&program, takes);
+        try_it(Some("fsid")).unwrap();
+        let refused = try_it(Some("other")).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unreachable);
+        assert!(refused.detail.contains("cannot be used in this way"), "{refused}");
+        assert!(refused.detail.contains("another cluster other"), "{refused}");
+        try_it(None).unwrap_err();
     }
 
     /// When a remount that begins now gives up.
@@ -322,7 +373,7 @@ pub(crate) mod tests {
         let late = Instant::now();
         for refused in [
             remount_by(by, &place, &pool(), None, false, late).map(drop),
-            try_key_by(by, &place, &pool(), &key, late),
+            try_way_by(by, &place, &pool(), (Some(&key), None), late),
         ] {
             assert_eq!(refused.unwrap_err().code, ErrorCode::TimedOut);
         }
@@ -450,7 +501,8 @@ pub(crate) mod tests {
         };
         let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool()) };
         let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
-        let remount = |only_try, key| Remount { datastore: datastore.clone(), only_try, key };
+        let remount =
+            |only_try, key| Remount { datastore: datastore.clone(), only_try, key, cluster: None };
         let opened = key_to_try(&key_box, &remount(true, sealed("/ceph"))).unwrap();
         assert_eq!(opened.as_ref().map(SecretBytes::expose), Some(key.expose()));
         assert!(key_to_try(&key_box, &remount(false, None)).unwrap().is_none());
@@ -458,13 +510,19 @@ pub(crate) mod tests {
             let refused = key_to_try(&key_box, &remount(only_try, key)).unwrap_err();
             assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
         }
+        let with_cluster =
+            |only_try| Remount { cluster: Some("fsid".to_owned()), ..remount(only_try, None) };
+        assert!(key_to_try(&key_box, &with_cluster(true)).unwrap().is_none());
+        let refused = key_to_try(&key_box, &with_cluster(false)).unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("cluster"));
     }
 
     #[test]
     fn a_directory_is_not_remounted() {
         let location = DatastoreLocation::Dir { path: "/store".into() };
         let key = SecretBytes::from_wiped(&mut b"AQ-the-key".to_vec()).unwrap();
-        assert_eq!(try_key(&location, &key).unwrap_err().code, ErrorCode::WrongState);
+        let tried = try_way(&location, Some(&key), None).unwrap_err();
+        assert_eq!(tried.code, ErrorCode::WrongState);
         assert_eq!(remount(&location, false).unwrap_err().code, ErrorCode::WrongState);
     }
 }

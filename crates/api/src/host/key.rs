@@ -60,7 +60,7 @@ pub struct ShareDataKeys {
 pub struct PoolKey {
     /// Where the host mounts the pool.
     pub path: PathBuf,
-    /// The key, sealed with [`pool_key_info`]; none has the host forget the one that it holds.
+    /// The key, sealed with [`pool_key_info`]; none has the host forget the one that it holds, and how it got to the pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedKey>,
 }
@@ -78,6 +78,10 @@ pub struct Remount {
     /// do not know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedKey>,
+    /// The cluster, by its fsid, that it must be: with `only_try`. The way in the location is tried then, and what is mounted is not looked
+    /// at. Agents without the feature [`POOL_WAYS`](super::version::POOL_WAYS) do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cluster: Option<String>,
 }
 
 /// The context that the key of a pool is sealed with: it cannot be offered for another mount.

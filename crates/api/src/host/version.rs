@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 76] = [
+pub const FEATURES: [&str; 77] = [
     "job-create",
     "job-export",
     NICS,
@@ -101,6 +101,7 @@ pub const FEATURES: [&str; 76] = [
     TAKE_VARIABLES,
     MIGRATE_SHARED_TPM,
     FENCE_VMS,
+    POOL_WAYS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -317,6 +318,9 @@ pub const REMOUNT_POOLS: &str = "remount-pools";
 
 /// The feature of agents that try a key of a pool of Ceph which they do not hold.
 pub const TRY_POOL_KEYS: &str = "try-pool-keys";
+
+/// The feature of agents that mount a pool of Ceph by the latest way that they were told, say by which one it is mounted, and try others.
+pub const POOL_WAYS: &str = "pool-ways";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, Args, Subcommand};
+use clap::{Arg, ArgGroup, Args, Subcommand};
 use vmseal_api::adopt::Rename;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
@@ -72,8 +72,17 @@ impl PoolOptions {
         };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
         let Self { user, data_pool, messenger, create, .. } = self;
-        let pool =
-            RbdPool { monitors, user, keyring, pool, namespace, data_pool, messenger, create };
+        let pool = RbdPool {
+            monitors,
+            user,
+            keyring,
+            pool,
+            namespace,
+            data_pool,
+            messenger,
+            create,
+            changed: None,
+        };
         Some(DatastoreLocation::Rbd { path, pool: Box::new(pool) })
     }
 }
@@ -142,27 +151,45 @@ pub enum Datastore {
         #[command(flatten)]
         pool: PoolOptions,
     },
-    /// Change the key of a pool of a Ceph cluster that the server holds, or what is stated of the cluster's OSDs
+    /// Change how hosts get to a pool of a Ceph cluster, the key of it that the server holds, or what is stated of the cluster's OSDs
     ///
-    /// One of the hosts that have the datastore tries a key first: a key that the cluster refuses, or whose user may not write to the pool, is
-    /// not kept. Then they all get it at once. Where the pool is mounted it stays so with the former key, until it is mounted anew (vmseal
-    /// datastore remount): `vmseal datastore show` says which host uses which.
+    /// A key, and how hosts get to the pool, are tried first, a key alone by one of the hosts that have the datastore, and everything else by
+    /// all of them: what the cluster refuses, whose user may not write to the pool, or what leads to another cluster, is not kept. The
+    /// datastore keeps its disks. Where the pool is mounted it stays so as it is, until it is mounted anew (vmseal datastore remount):
+    /// `vmseal datastore show` says which host uses what.
+    #[command(group = ArgGroup::new("change").required(true).multiple(true))]
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
-        /// The user's key: a keyring, or a file with the key alone; - is standard input
-        #[arg(long, value_name = "FILE", required_unless_present = "osd_encryption")]
+        /// The monitors' addresses, as mon_host in ceph.conf has them; of the same cluster
+        #[arg(long, value_name = "ADDRESSES", group = "change")]
+        monitors: Option<String>,
+        /// The Ceph user
+        #[arg(long, value_name = "client.NAME", group = "change")]
+        user: Option<String>,
+        /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
+        #[arg(long, value_name = "MODE", group = "change")]
+        messenger: Option<Messenger>,
+        /// The file with the user's key, on the hosts: of a pool that was added with such a file
+        #[arg(long, value_name = "FILE", group = "change", conflicts_with = "key_file")]
+        keyring: Option<PathBuf>,
+        /// The user's key, of a pool whose key the server holds: a keyring, or a file with the key alone; - is standard input
+        #[arg(long, value_name = "FILE", group = "change")]
         key_file: Option<PathBuf>,
         /// Keep the key untried: before the cluster knows it, or while no host is connected
-        #[arg(long, requires = "key_file")]
+        #[arg(
+            long,
+            requires = "key_file",
+            conflicts_with_all = ["monitors", "user", "messenger", "keyring", "osd_encryption"]
+        )]
         force: bool,
         /// Whether the cluster's OSDs are encrypted, where its monitors cannot tell or do not tell right: yes, no, or ask them
-        #[arg(long, value_name = "yes|no|ask", conflicts_with = "key_file")]
+        #[arg(long, value_name = "yes|no|ask", group = "change")]
         osd_encryption: Option<StatedOsds>,
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Have hosts mount a pool of a Ceph cluster anew, with the key, or the keyring, of now
+    /// Have hosts mount a pool of a Ceph cluster anew, with the key, or the keyring, and the monitors of now
     ///
     /// Each host tries the key first. If the cluster takes it, the vmseal-rbd that serves the pool is ended, and another one started:
     /// guests with disks there wait for a second or two, and lose nothing. One host follows the other. It is refused while a task works
@@ -170,7 +197,8 @@ pub enum Datastore {
     Remount {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
         name: String,
-        /// Only this host, whatever key it uses [default: the hosts that do not use the key that the server holds]
+        /// Only this host, whatever it uses [default: the hosts that do not use the key that the server holds, or get to the pool as they
+        /// did before `datastore set`]
         #[arg(long)]
         host: Option<String>,
         #[command(flatten)]

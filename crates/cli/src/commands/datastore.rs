@@ -8,7 +8,7 @@ use vmseal_api::model::Datastore;
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
-use super::{adopt, datastore_key, datastore_remount, list};
+use super::{adopt, datastore_key, datastore_remount, datastore_way, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 
@@ -39,10 +39,24 @@ pub async fn run(
             let datastore: Datastore = server.post("datastores", &request).await?;
             print::one(output, &datastore, &[])
         }
-        arguments::Datastore::Set { name, key_file, force, osd_encryption, dry_run } => {
-            let Some(key_file) = key_file else {
-                return set(server, output, &name, SetDatastore { osd_encryption }, dry_run).await;
-            };
+        arguments::Datastore::Set {
+            name,
+            monitors,
+            user,
+            messenger,
+            keyring,
+            key_file,
+            force,
+            osd_encryption,
+            dry_run,
+        } => {
+            let key = None;
+            let way = SetDatastore { osd_encryption, monitors, user, messenger, keyring, key };
+            if way != SetDatastore::default() {
+                let way = (name.as_str(), way, key_file.as_deref());
+                return datastore_way::set(server, output, way, dry_run.dry_run).await;
+            }
+            let key_file = key_file.context("say what to change")?;
             let key = (name.as_str(), key_file.as_path(), force);
             datastore_key::set(server, output, key, dry_run.dry_run).await
         }
@@ -83,24 +97,8 @@ pub async fn run(
     }
 }
 
-/// Changes what is stated of a datastore.
-async fn set(
-    server: &ServerClient,
-    output: Output,
-    name: &str,
-    request: SetDatastore,
-    dry_run: arguments::DryRun,
-) -> anyhow::Result<()> {
-    let path = format!("datastores/{name}");
-    if dry_run.dry_run {
-        return plan::show(output, &server.try_patch(&path, &request).await?);
-    }
-    let datastore: Datastore = server.patch(&path, &request).await?;
-    print::one(output, &datastore, &details(&datastore))
-}
-
-/// Where the key of each pool's user is, which one each host uses, how the cluster keeps what is stored in each pool, and whether its OSDs
-/// are encrypted.
+/// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
+/// pool, and whether its OSDs are encrypted.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -111,6 +109,7 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let mut lines: Vec<_> = pools.map(|pool| ("KEY", key(pool))).collect();
     lines.dedup();
     lines.extend(datastore_key::of_hosts(datastore));
+    lines.extend(datastore_way::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
     lines.extend(datastore.osd_encryption.map(|facts| ("OSDS", facts.to_string())));

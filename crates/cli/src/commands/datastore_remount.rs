@@ -31,7 +31,8 @@ pub async fn run(
             all.warnings.extend(planned.warnings);
         }
         if all.steps.is_empty() {
-            all.steps.push("do nothing: each host uses the key that the server holds".to_owned());
+            let nothing = "do nothing: each host uses the key that the server holds, and gets to the pool as it is to";
+            all.steps.push(nothing.to_owned());
         }
         plan::show(output, &all)?;
         return Ok(None);
@@ -45,9 +46,12 @@ pub async fn run(
     Ok(Some(datastore))
 }
 
-/// The hosts whose mounts are not known to use the key that the server holds; all where it holds none.
+/// The hosts whose mounts are not known to use the key that the server holds, or are by a former way; all where it holds none.
 fn due(datastore: &Datastore) -> Vec<String> {
-    let is_current = |on: &&DatastoreHost| on.mounted_key.as_ref().is_some_and(|it| it.current);
+    let is_current = |on: &&DatastoreHost| {
+        on.mounted_key.as_ref().is_some_and(|it| it.current)
+            && on.mounted.as_ref().is_none_or(|it| it.current)
+    };
     let due = datastore.hosts.iter().filter(|on| !is_current(on));
     due.map(|on| on.host.clone()).collect()
 }
@@ -60,7 +64,7 @@ fn nothing(datastore: &Datastore) -> Plan {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use vmseal_api::datastore::DatastoreLocation;
+    use vmseal_api::datastore::{DatastoreLocation, Messenger, MountedWay};
 
     use super::*;
     use crate::commands::datastore::details;
@@ -81,6 +85,11 @@ mod tests {
         let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts, "key": "22222222" });
         let mut datastore: Datastore = serde_json::from_value(datastore).unwrap();
         assert_eq!(due(&datastore), ["b", "c"]);
+        let mut mounted_otherwise = datastore.clone();
+        let (messenger, cluster) = (Messenger::Crc, "fsid".to_owned());
+        let way = MountedWay { messenger, cluster, current: false };
+        mounted_otherwise.hosts[0].mounted = Some(way);
+        assert_eq!(due(&mounted_otherwise), ["a", "b", "c"]);
         let said: Vec<String> = of_hosts(&datastore).into_iter().map(|(_, line)| line).collect();
         assert_eq!(said[0], "host 'a': 22222222 (current)");
         assert!(said[1].starts_with("host 'b': 11111111, a former one, until"), "{said:?}");

@@ -10,6 +10,7 @@ mod console;
 mod datastore;
 mod datastore_key;
 mod datastore_remount;
+mod datastore_way;
 mod disk;
 mod doctor;
 mod drain;

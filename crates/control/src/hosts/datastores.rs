@@ -15,7 +15,7 @@ use vmseal_api::problem::Problem;
 
 use super::HostView;
 use crate::store::alarms::RaisedAlarm;
-use crate::store::datastores::Datastore;
+use crate::store::datastores::{Datastore, OnHost};
 use crate::store::{self, Store, StoreError};
 
 /// How often: a guest that writes 1 GiB/s fills 10 GiB between two measurements.
@@ -58,27 +58,30 @@ impl DatastoreMonitor {
     /// Measures all datastores of the host once. A missing answer changes nothing.
     pub(super) async fn round(&mut self) -> Result<(), Problem> {
         let here = store::datastores::of_host(&mut *self.store.read().await?, self.host).await?;
-        let (mut raised, mut changed, mut keys) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut raised, mut changed, mut mounts) = (Vec::new(), Vec::new(), Vec::new());
         let mut of_osds = Vec::new();
         for datastore in here {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools, mounted_key, osds } = &condition {
+            if let DatastoreCondition::Available { usage, pools, mounted_key, mount, osds } =
+                &condition
+            {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;
                 if news || has_changed(datastore.usage, *usage) {
                     changed.push((datastore.id, *usage, news.then(|| pools.clone())));
                 }
-                if datastore.on(self.host).is_some_and(|on| on.mounted_key != *mounted_key) {
-                    keys.push((datastore.id, mounted_key.clone()));
+                let other = |on: &OnHost| on.mounted_key != *mounted_key || on.mount != *mount;
+                if datastore.on(self.host).is_some_and(other) {
+                    mounts.push((datastore.id, mounted_key.clone(), mount.clone()));
                 }
                 let news = osds.filter(|told| datastore.is_news_of_osds(*told, self.host));
                 of_osds.extend(news.map(|told| (datastore.id, told)));
             }
             raised.extend(self.judge(&datastore, condition));
         }
-        if !changed.is_empty() || !keys.is_empty() || !of_osds.is_empty() {
+        if !changed.is_empty() || !mounts.is_empty() || !of_osds.is_empty() {
             let mut write = self.store.write().await?;
             for (datastore, usage, pools) in changed {
                 store::datastores::set_usage(&mut write, datastore, usage).await?;
@@ -86,9 +89,10 @@ impl DatastoreMonitor {
                     store::datastores::set_pools(&mut write, datastore, &pools).await?;
                 }
             }
-            for (datastore, key) in keys {
-                let key = key.as_deref();
+            for (datastore, key, mount) in mounts {
+                let (key, mount) = (key.as_deref(), mount.as_ref());
                 store::datastores::set_mounted_key(&mut write, datastore, self.host, key).await?;
+                store::datastores::set_mount(&mut write, datastore, self.host, mount).await?;
             }
             for (datastore, told) in of_osds {
                 store::datastores::set_osds_told(&mut write, datastore, told, self.host).await?;

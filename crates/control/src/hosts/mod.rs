@@ -11,6 +11,7 @@ mod key_delivery;
 pub mod keys;
 mod left;
 mod monitor;
+pub(crate) mod mounted;
 mod panics;
 pub(crate) mod pool_keys;
 mod preparing;

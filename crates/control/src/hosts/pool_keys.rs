@@ -112,21 +112,25 @@ pub(crate) async fn give(
     agent.offer_pool_key(PoolKey { path, key: Some(sealed) }).await
 }
 
-/// Has the agent of a host see whether the cluster takes another key of a datastore's pool. The host does not hold it, and its mount stays
-/// as it is. It is on record before it leaves.
+/// Has the agent of a host see whether the cluster takes another key of a datastore's pool, or another way to it, and whether it is the
+/// `cluster` with this fsid. The host keeps neither, and its mount stays as it is. The key is on record before it leaves.
 ///
 /// # Errors
-/// `unreachable` where the cluster refuses it or does not answer the host; the agent's, and the inventory's.
+/// `unreachable` where the cluster refuses it, is another one, or does not answer the host; the agent's, and the inventory's.
 pub(crate) async fn have_tried(
     store: &Store,
     agent: &dyn HostAgent,
     datastore: &Datastore,
     on: &OnHost,
-    key: &SecretBytes,
+    (key, cluster): (Option<&SecretBytes>, Option<&str>),
 ) -> Result<(), Problem> {
     let detail = format!("a key of its pool, only to be tried, to host '{}'", on.host_name);
-    let sealed = sealed(store, agent, (&datastore.name, &detail), on, key).await?;
-    let remount = Remount { datastore: datastore.spec(on), only_try: true, key: Some(sealed) };
+    let key = match key {
+        Some(key) => Some(sealed(store, agent, (&datastore.name, &detail), on, key).await?),
+        None => None,
+    };
+    let cluster = cluster.map(str::to_owned);
+    let remount = Remount { datastore: datastore.spec(on), only_try: true, key, cluster };
     agent.remount_datastore(remount).await.map(drop)
 }
 

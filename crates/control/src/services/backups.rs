@@ -30,6 +30,7 @@ use super::vms::{
 use super::{
     Outcome, PageRequest, Services, features, image_layouts, osds, redundancy, temporary_snapshot,
 };
+use crate::hosts::mounted;
 use crate::operation::{Definition, Operation};
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
@@ -557,7 +558,7 @@ async fn require_places(
 ) -> Result<(), Problem> {
     let policy = policies::find(write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", vm.policy.to_string()))?;
-    policy.require_messenger(made)?;
+    mounted::require_messenger(write, &policy, vm.host, made).await?;
     osds::require(write, &policy, made).await?;
     image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
     redundancy::require(write, &policy, made).await

@@ -22,6 +22,7 @@ use super::vms::{begin, plan};
 use super::{
     Outcome, Services, cloud_init, hardware, image_layouts, osds, redundancy, room, usage,
 };
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
@@ -470,8 +471,8 @@ pub(super) async fn place(
             detached: false,
         });
     }
-    policy
-        .require_messenger(&made)
+    mounted::require_messenger(write, policy, host.id, &made)
+        .await
         .map_err(|problem| Problem { field: Some("disks".to_owned()), ..problem })?;
     osds::require(write, policy, &made)
         .await

@@ -2,7 +2,7 @@
 //! any more.
 
 use vmseal_api::datastore::SetDatastoreKey;
-use vmseal_api::host::version::{POOL_KEYS, TRY_POOL_KEYS};
+use vmseal_api::host::version::{POOL_KEYS, POOL_WAYS, TRY_POOL_KEYS};
 use vmseal_api::host::{DatastoreLocation, PoolKey};
 use vmseal_api::id::HostId;
 use vmseal_api::model::Plan;
@@ -25,7 +25,7 @@ use crate::store::events::NewEvent;
 const TRIALS_MAX: usize = 3;
 
 /// Opens a key that was sealed for a datastore, which is called so in the request.
-fn open(
+pub(super) fn open(
     services: &Services,
     called: &str,
     sealed: &SealedPassphrase,
@@ -66,11 +66,7 @@ pub(super) async fn give(
     on: &OnHost,
     key: &SecretBytes,
 ) -> Result<(), Problem> {
-    let here = datastores::of_host(&mut *services.store.read().await?, on.host).await?;
-    let is_there = |known: &&datastores::Datastore| {
-        known.on(on.host).is_some_and(|it| it.location.path() == on.location.path())
-    };
-    if let Some(known) = here.iter().find(is_there) {
+    if let Some(known) = at_place(services, on).await? {
         let detail = format!(
             "host '{}' has datastore '{}' at {}: give another --path",
             on.host_name,
@@ -83,17 +79,40 @@ pub(super) async fn give(
     pool_keys::give(&services.store, &*agent, datastore, on, key).await
 }
 
-/// Has a host forget the key of a pool that it does not have any more. One that does not answer forgets it when its agent ends.
+/// The datastore that a host has at this place, if it has one.
+async fn at_place(
+    services: &Services,
+    on: &OnHost,
+) -> Result<Option<datastores::Datastore>, Problem> {
+    let here = datastores::of_host(&mut *services.store.read().await?, on.host).await?;
+    let is_there = |known: &datastores::Datastore| {
+        known.on(on.host).is_some_and(|it| it.location.path() == on.location.path())
+    };
+    Ok(here.into_iter().find(is_there))
+}
+
+/// Has a host that is about to have a datastore forget a pool that it had at this place before: it may not have answered when that was
+/// removed.
+pub(super) async fn forget_former(services: &Services, on: &OnHost) -> Result<(), Problem> {
+    if at_place(services, on).await?.is_none() {
+        forget(services, on.host, &on.location).await;
+    }
+    Ok(())
+}
+
+/// Has a host forget the key of a pool that it does not have any more, and by which way it got there. One that does not answer forgets the
+/// key when its agent ends, and the way when another pool is to be mounted there.
 pub(super) async fn forget(services: &Services, host: HostId, location: &DatastoreLocation) {
-    if location.pool().is_none_or(|pool| pool.keyring.is_some())
-        || !services.hosts.view(host).has(POOL_KEYS)
-    {
+    let Some(pool) = location.pool() else { return };
+    let view = services.hosts.view(host);
+    let has_key = pool.keyring.is_none() && view.has(POOL_KEYS);
+    if !has_key && !view.has(POOL_WAYS) {
         return;
     }
     let Ok(agent) = services.hosts.connected(host) else { return };
     let forgotten = PoolKey { path: location.path().to_owned(), key: None };
     if let Err(problem) = agent.offer_pool_key(forgotten).await {
-        tracing::warn!(%host, %problem, "it still holds the key of a pool");
+        tracing::warn!(%host, %problem, "it does not forget a pool that it does not have any more");
     }
 }
 
@@ -163,7 +182,8 @@ async fn have_tried(
             continue;
         }
         trials += 1;
-        match pool_keys::have_tried(&services.store, &*agent, datastore, on, key).await {
+        let tried = (Some(key), None);
+        match pool_keys::have_tried(&services.store, &*agent, datastore, on, tried).await {
             Ok(()) => return Ok(Trial::Taken(on.host_name.clone())),
             // The host is gone, and not its cluster.
             Err(problem) if is_silence(&problem) && services.hosts.connected(on.host).is_err() => {
@@ -191,7 +211,7 @@ async fn have_tried(
 }
 
 /// The hosts of a datastore that the server gives its key.
-fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
+pub(super) fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
     let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
     if !holders.is_empty() {
         return Ok(holders);

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, MountedKey, RbdPool, SetDatastore,
-    SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, MountFacts, MountedKey, MountedWay, RbdPool,
+    SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
-    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, RBD_DATASTORES,
+    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
 };
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
@@ -20,7 +20,7 @@ use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
-use super::{Outcome, PageRequest, Services, datastore_keys, page_of};
+use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of};
 use crate::hosts::pool_keys;
 use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
@@ -41,7 +41,12 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
             MountedKey { fingerprint, current }
         };
         let mounted_key = on.mounted_key.map(mounted);
-        DatastoreHost { host: on.host_name, location: on.location, mounted_key }
+        let way = on.location.pool().map(RbdPool::way);
+        let mounted = on.mount.map(|MountFacts { way: mounted, messenger, cluster }| {
+            let current = way.as_ref() == Some(&mounted);
+            MountedWay { messenger, cluster, current }
+        });
+        DatastoreHost { host: on.host_name, location: on.location, mounted_key, mounted }
     };
     let is_pool = datastore.hosts.iter().any(|on| on.location.pool().is_some());
     let hosts = datastore.hosts.into_iter().map(shown_on).collect();
@@ -118,11 +123,13 @@ pub(super) fn can_mount(
     let takes_key = pool.keyring.is_some() || view.has(POOL_KEYS);
     let chooses = pool.create.is_some_and(|create| create.failure_domain.is_some());
     let keeps_apart = !chooses || view.has(FAILURE_DOMAINS);
-    let lacks = match (mounts, takes_key, keeps_apart) {
-        (true, true, true) => return Ok(()),
+    let follows = pool.changed.is_none() || view.has(POOL_WAYS);
+    let lacks = match (mounts, takes_key, keeps_apart, follows) {
+        (true, true, true, true) => return Ok(()),
         (false, ..) => "cannot mount pools of Ceph",
-        (_, false, _) => "takes no keys of pools from the server",
-        (_, _, false) => "makes no pools with a failure domain of one's choice",
+        (_, false, ..) => "takes no keys of pools from the server",
+        (_, _, false, _) => "makes no pools with a failure domain of one's choice",
+        (.., false) => "does not know pools whose monitors, user or messenger were changed",
     };
     services.hosts.connected(host)?;
     let detail = format!("the agent of host '{name}' {lacks}: upgrade vmseal there");
@@ -222,6 +229,7 @@ pub async fn add(
     caller.require(Privilege::ManageDatastores)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     check_location(&request.location)?;
+    let request = AddDatastore { location: request.location.asked(), ..request };
     if request.osd_encryption.is_some() && request.location.pool().is_none() {
         return Err(Problem::invalid("osd_encryption", NO_OSDS));
     }
@@ -233,19 +241,24 @@ pub async fn add(
     can_mount(services, (host.id, &host.name), &request.location)?;
     services.hosts.connected(host.id)?;
     let key = datastore_keys::of_request(services, &request)?;
+    let on = OnHost {
+        host: host.id,
+        host_name: host.name.clone(),
+        location: request.location.clone(),
+        mounted_key: None,
+        mount: None,
+    };
+    datastore_keys::forget_former(services, &on).await?;
     if let Some(pool) = request.location.pool().filter(|pool| dry_run && pool.create.is_some()) {
         return Ok(Outcome::Planned(with_new_pools(&request, pool)));
     }
     let Some(key) = key else {
         return add_to(services, caller, host, request, None, dry_run).await;
     };
-    let location = request.location.clone();
-    let (host_id, host_name) = (host.id, host.name.clone());
-    let on = OnHost { host: host_id, host_name, location: location.clone(), mounted_key: None };
     datastore_keys::give(services, &request.name, &on, &key).await?;
     let added = add_to(services, caller, host, request, Some(&key), dry_run).await;
     if !matches!(added, Ok(Outcome::Done(_))) {
-        datastore_keys::forget(services, host_id, &location).await;
+        datastore_keys::forget(services, on.host, &on.location).await;
     }
     added
 }
@@ -284,11 +297,11 @@ async fn add_to(
         return Ok(Outcome::Planned(Plan { kind, target: request.name, steps, ..Plan::default() }));
     }
     let usage = agent.probe_datastore(spec.clone()).await?;
-    let (pools, mounted_key, told) = match agent.measure_datastore(spec).await? {
-        DatastoreCondition::Available { pools, mounted_key, osds, .. } => {
-            (pools, mounted_key, osds)
+    let (pools, mounted_key, mount, told) = match agent.measure_datastore(spec).await? {
+        DatastoreCondition::Available { pools, mounted_key, mount, osds, .. } => {
+            (pools, mounted_key, mount, osds)
         }
-        _ => (Vec::new(), None, None),
+        _ => (Vec::new(), None, None, None),
     };
     let stated = request.osd_encryption.and_then(StatedOsds::stated);
     let told_by = told.map(|_| host.id);
@@ -301,6 +314,7 @@ async fn add_to(
             host_name: host.name,
             location: request.location.kept(),
             mounted_key,
+            mount,
         }],
         usage: Some(usage),
         pools,
@@ -338,31 +352,56 @@ pub async fn set_key(
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
 }
 
-/// Changes what is stated of the OSDs of a pool's cluster. Guests that run go on.
+/// Changes what is stated of the OSDs of a pool's cluster, and how hosts get to the pool, once each of them has tried it. Guests that run go
+/// on.
 pub async fn set(
     services: &Services,
     caller: &Caller,
     name: &str,
     request: SetDatastore,
     dry_run: bool,
-) -> Result<Outcome<Datastore>, Problem> {
+) -> Result<Outcome<RekeyedDatastore>, Problem> {
+    let other = SetDatastore { osd_encryption: None, ..request.clone() };
+    let set = if other == SetDatastore::default() {
+        let stated = request.osd_encryption;
+        let set = state_osds(services, caller, name, stated, dry_run).await?;
+        set.map(|datastore| (datastore, Vec::new()))
+    } else {
+        datastore_ways::set(services, caller, name, request, dry_run).await?
+    };
+    Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
+}
+
+/// What is noted of a cluster's OSDs, for people.
+pub(super) fn said_of_osds(stated: StatedOsds) -> &'static str {
+    match stated {
+        StatedOsds::Yes => "the OSDs of its cluster are stated to be encrypted",
+        StatedOsds::No => "the OSDs of its cluster are stated not to be encrypted",
+        StatedOsds::Ask => "its cluster is asked whether its OSDs are encrypted",
+    }
+}
+
+/// Changes what is stated of the OSDs of a pool's cluster, and nothing else.
+pub(super) async fn state_osds(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    stated: Option<StatedOsds>,
+    dry_run: bool,
+) -> Result<Outcome<datastores::Datastore>, Problem> {
     caller.require(Privilege::ManageDatastores)?;
     let mut write = services.store.write().await?;
     let datastore = datastores::find(&mut write, name).await?;
     let datastore = datastore.ok_or_else(|| Problem::not_found("datastore", name))?;
-    let Some(stated) = request.osd_encryption else {
-        let detail = "must be given: nothing else of a datastore is changed here";
+    let Some(stated) = stated else {
+        let detail = "must be given, or what else is to be changed: monitors, user, messenger, keyring or key";
         return Err(Problem::invalid("osd_encryption", detail));
     };
     if datastore.hosts.iter().all(|on| on.location.pool().is_none()) {
         return Err(Problem::invalid("osd_encryption", NO_OSDS));
     }
     let (kind, target) = ("datastore.changed", datastore.name.as_str());
-    let detail = match stated {
-        StatedOsds::Yes => "the OSDs of its cluster are stated to be encrypted",
-        StatedOsds::No => "the OSDs of its cluster are stated not to be encrypted",
-        StatedOsds::Ask => "its cluster is asked whether its OSDs are encrypted",
-    };
+    let detail = said_of_osds(stated);
     datastores::set_osds_stated(&mut write, datastore.id, stated.stated()).await?;
     write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
     if dry_run {
@@ -371,7 +410,7 @@ pub async fn set(
     let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
     let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
     write.commit().await?;
-    Ok(Outcome::Done(shown(now)))
+    Ok(Outcome::Done(now))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.

@@ -20,6 +20,7 @@ use super::providers::usable;
 use super::set_policy::{Need, needs};
 use super::vms::{check_key, find, plan, power, require_ready, word};
 use super::{Outcome, Services, features, image_layouts, osds, redundancy, room};
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
@@ -481,7 +482,7 @@ async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Prob
         None => policies::find(&mut read, &wanted.vm.policy.to_string()).await?,
     };
     let Some(policy) = policy else { return Ok(()) };
-    policy.require_messenger(&copies)?;
+    mounted::require_messenger(&mut read, &policy, wanted.vm.host, &copies).await?;
     osds::require(&mut read, &policy, &copies).await?;
     if !wanted.operation.is_in_place() {
         let host = (wanted.vm.host, wanted.vm.host_name.as_str());

@@ -21,7 +21,7 @@
 //! | [`proofs`] | proofs that virtual machines are encrypted |
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`sharing`] | datastores that several hosts have |
-//! | `datastore_keys` | the keys of pools that the server holds |
+//! | `datastore_keys`, `datastore_ways` | the keys of pools that the server holds, and how hosts get to pools |
 //! | [`remount`] | pools that hosts mount anew, with the key of now |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
@@ -37,6 +37,7 @@ pub mod clone_vm;
 mod cloud_init;
 pub mod create_vm;
 mod datastore_keys;
+mod datastore_ways;
 pub mod datastores;
 pub mod disks;
 pub mod drain;

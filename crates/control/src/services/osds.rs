@@ -10,7 +10,7 @@ use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::store::datastores::{self, Datastore};
+use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 
@@ -77,6 +77,16 @@ pub(super) fn refusal(
         return Some(format!(
             "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it has messenger 'crc'",
             policy.name
+        ));
+    }
+    let is_open = |on: &OnHost| {
+        let mounted = on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure);
+        mounted && on.location == *location
+    };
+    if policy.messenger == Some(Messenger::Secure) && datastore.hosts.iter().any(is_open) {
+        return Some(format!(
+            "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it is still mounted with messenger 'crc': mount it anew (vmseal datastore remount {})",
+            policy.name, datastore.name
         ));
     }
     let facts = &datastore.osds.facts;

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 
 use sqlx::SqliteConnection;
+use vmseal_api::datastore::{DatastoreCondition, RbdPool};
 use vmseal_api::host::version::REMOUNT_POOLS;
 use vmseal_api::host::{Power, Remount};
 use vmseal_api::id::VmId;
@@ -45,7 +46,8 @@ pub async fn remount(
         detail: format!("on host '{}': {}", on.host_name, problem.detail),
         ..problem
     };
-    let remount = Remount { datastore: datastore.spec(on), only_try: dry_run, key: None };
+    let (spec, only_try) = (datastore.spec(on), dry_run);
+    let remount = Remount { datastore: spec.clone(), only_try, key: None, cluster: None };
     if dry_run {
         agent.remount_datastore(remount).await.map_err(here)?;
         return Ok(Outcome::Planned(plan(&datastore, on, &standing_still)));
@@ -55,9 +57,15 @@ pub async fn remount(
         pool_keys::give(&services.store, &*agent, &datastore.name, on, &key).await.map_err(here)?;
     }
     let mounted_key = agent.remount_datastore(remount).await.map_err(here)?;
+    // It is mounted anew whether this is answered or not, and is asked about again soon.
+    let mount = match agent.measure_datastore(spec).await {
+        Ok(DatastoreCondition::Available { mount, .. }) => mount,
+        _ => None,
+    };
     let mut write = services.store.write().await?;
     let key = mounted_key.as_deref();
     datastores::set_mounted_key(&mut write, datastore.id, on.host, key).await?;
+    datastores::set_mount(&mut write, datastore.id, on.host, mount.as_ref()).await?;
     let (kind, target) = ("datastore.remounted", datastore.name.as_str());
     let with = key.map_or_else(String::new, |key| format!(", with key {key}"));
     let detail = format!("on host '{}'{with}", on.host_name);
@@ -162,6 +170,15 @@ async fn is_about(
     Ok(vm.is_none_or(|vm| vm.host == on.host))
 }
 
+/// By which way the pool is mounted then, where that is another one than now.
+fn other_way(on: &OnHost) -> String {
+    let mounted = on.mount.as_ref().map(|it| &it.way);
+    let other = on.location.pool().filter(|pool| mounted.is_some_and(|it| *it != pool.way()));
+    other.map_or_else(String::new, |RbdPool { monitors, user, messenger, .. }| {
+        format!(" as {user} by {monitors} with messenger '{}'", messenger.name())
+    })
+}
+
 /// What is done, and which guests wait for it.
 fn plan(datastore: &datastores::Datastore, on: &OnHost, standing_still: &[String]) -> Plan {
     let key = match (&datastore.key, pool_keys::is_held_for(on)) {
@@ -170,8 +187,9 @@ fn plan(datastore: &datastores::Datastore, on: &OnHost, standing_still: &[String
         (_, false) => "the key in the keyring on the host".to_owned(),
     };
     let mut steps = vec![format!(
-        "end the vmseal-rbd that serves it on host '{}', and start another one with {key}, which the cluster takes",
-        on.host_name
+        "end the vmseal-rbd that serves it on host '{}', and start another one with {key}{}, which the cluster takes",
+        on.host_name,
+        other_way(on)
     )];
     let wait = |vm: &String| {
         format!(

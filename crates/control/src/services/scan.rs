@@ -200,6 +200,7 @@ mod tests {
                 host_name: "here".to_owned(),
                 location: DatastoreLocation::Dir { path: "/store".into() },
                 mounted_key: None,
+                mount: None,
             }],
             usage: None,
             pools: Vec::new(),

@@ -38,12 +38,15 @@ pub async fn share(
     if let Some(location) = &request.location {
         check_location(location)?;
     }
+    let location = request.location.map(DatastoreLocation::asked);
+    let request = ShareDatastore { location, ..request };
     let datastore = find(services, name).await?;
     let on = new_host(services, &datastore, request).await?;
     for known in datastore.hosts.iter().chain([&on]) {
         require(services, known)?;
     }
     can_mount(services, (on.host, &on.host_name), &on.location)?;
+    datastore_keys::forget_former(services, &on).await?;
     if !pool_keys::is_held_for(&on) {
         return share_with(services, caller, datastore, &on, dry_run).await;
     }
@@ -124,7 +127,8 @@ async fn new_host(
         (asked, same) => asked.or(same),
     };
     let location = location.ok_or_else(|| Problem::not_found("datastore", &datastore.name))?;
-    Ok(OnHost { host: host.id, host_name: host.name, location, mounted_key: None })
+    let (mounted_key, mount) = (None, None);
+    Ok(OnHost { host: host.id, host_name: host.name, location, mounted_key, mount })
 }
 
 /// Refuses a host whose agent would take what others make for debris.

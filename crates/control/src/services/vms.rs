@@ -16,6 +16,7 @@ use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, examine_change, image_layouts, osds, page_of, room};
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
@@ -444,9 +445,11 @@ async fn require_places(
 ) -> Result<(), Problem> {
     let mut read = services.store.read().await?;
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    drop(read);
     let Some(policy) = policy else { return Ok(()) };
-    policy.require_messenger(disks)?;
-    osds::require(&mut read, &policy, disks).await
+    let agent = services.hosts.connected(vm.host)?;
+    mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await?;
+    osds::require(&mut *services.store.read().await?, &policy, disks).await
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use sqlx::{FromRow, SqliteConnection};
+use vmseal_api::datastore::MountFacts;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
 use vmseal_api::id::{DatastoreId, HostId, VmId};
 use vmseal_api::osd_encryption::{OsdEncryption, OsdFacts, OsdsUnknown, StatedOsds};
@@ -50,6 +51,8 @@ pub struct OnHost {
     pub location: DatastoreLocation,
     /// The fingerprint of the key that its mount uses, as it was last told.
     pub mounted_key: Option<String>,
+    /// How its mount gets to the cluster, as it was last told.
+    pub mount: Option<MountFacts>,
 }
 
 impl Datastore {
@@ -105,6 +108,7 @@ struct Row {
     pools: Option<String>,
     held_key: Option<String>,
     mounted_key: Option<String>,
+    mount: Option<String>,
     osds_stated: Option<String>,
     osds_told: Option<String>,
     osds_told_by: Option<String>,
@@ -125,8 +129,8 @@ macro_rules! select {
     ($which:literal) => {
         concat!(
             "SELECT d.id, d.name, a.host_id, h.name AS host_name, a.location, d.capacity, d.free,
-                    d.pools, k.fingerprint AS held_key, a.mounted_key, d.osds_stated, d.osds_told,
-                    d.osds_told_by
+                    d.pools, k.fingerprint AS held_key, a.mounted_key, a.mount, d.osds_stated,
+                    d.osds_told, d.osds_told_by
              FROM datastores d JOIN datastore_hosts a ON a.datastore_id = d.id
                   JOIN hosts h ON h.id = a.host_id
                   LEFT JOIN datastore_keys k ON k.datastore_id = d.id ",
@@ -146,6 +150,7 @@ fn gathered(rows: Vec<Row>) -> Result<Vec<Datastore>, StoreError> {
             host_name: row.host_name,
             location: from_json(&row.location, "a datastore's location")?,
             mounted_key: row.mounted_key,
+            mount: row.mount.as_deref().map(|it| from_json(it, "a pool's mount")).transpose()?,
         };
         if let Some(last) = found.last_mut().filter(|last| last.id == id) {
             last.hosts.push(on);
@@ -277,14 +282,15 @@ pub async fn insert_host(
     on: &OnHost,
 ) -> Result<(), StoreError> {
     sqlx::query(
-        "INSERT INTO datastore_hosts (datastore_id, host_id, name, location, mounted_key)
-         VALUES ($1, $2, $3, $4, $5)",
+        "INSERT INTO datastore_hosts (datastore_id, host_id, name, location, mounted_key, mount)
+         VALUES ($1, $2, $3, $4, $5, $6)",
     )
     .bind(datastore.id.to_string())
     .bind(on.host.to_string())
     .bind(&datastore.name)
     .bind(to_json(&on.location))
     .bind(&on.mounted_key)
+    .bind(on.mount.as_ref().map(to_json))
     .execute(to)
     .await
     .map_err(taken(|| exists(&datastore.name, &on.host_name)))?;
@@ -306,6 +312,40 @@ pub async fn set_mounted_key(
         "UPDATE datastore_hosts SET mounted_key = $1 WHERE datastore_id = $2 AND host_id = $3",
     )
     .bind(fingerprint)
+    .bind(datastore.to_string())
+    .bind(host.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
+}
+
+/// Records how a host's mount gets to the cluster.
+pub async fn set_mount(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+    mount: Option<&MountFacts>,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE datastore_hosts SET mount = $1 WHERE datastore_id = $2 AND host_id = $3")
+        .bind(mount.map(to_json))
+        .bind(datastore.to_string())
+        .bind(host.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
+/// Changes where a datastore is on a host.
+pub async fn set_location(
+    to: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+    location: &DatastoreLocation,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE datastore_hosts SET location = $1 WHERE datastore_id = $2 AND host_id = $3",
+    )
+    .bind(to_json(location))
     .bind(datastore.to_string())
     .bind(host.to_string())
     .execute(to)

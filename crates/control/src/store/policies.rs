@@ -58,8 +58,8 @@ impl Policy {
             Some((disk, pool)) => Err(Problem::new(
                 ErrorCode::WrongState,
                 format!(
-                    "policy '{}' has disks in pools of Ceph only where connections are encrypted, and disk '{}' is in pool '{}' with messenger 'crc'. Choose another datastore (vmseal vm move), add the pool with --messenger secure, or change the policy (vmseal policy set {} --messenger any)",
-                    self.name, disk.name, pool.pool, self.name
+                    "policy '{}' has disks in pools of Ceph only where connections are encrypted, and disk '{}' is in pool '{}' with messenger 'crc'. Have hosts encrypt them (vmseal datastore set {} --messenger secure), choose another datastore (vmseal vm move), or change the policy (vmseal policy set {} --messenger any)",
+                    self.name, disk.name, pool.pool, disk.datastore_name, self.name
                 ),
             )),
         }

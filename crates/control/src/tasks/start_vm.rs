@@ -13,6 +13,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
+use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::services::osds;
 use crate::store::vms::Vm;
@@ -239,11 +240,11 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
 /// Refuses connections to storage that the VM's policy does not allow, and OSDs that are not encrypted as it asks.
 async fn require_places(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
-    let mut read = run.store().read().await?;
-    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
     let Some(policy) = policy else { return Ok(()) };
-    policy.require_messenger(&disks)?;
-    Ok(osds::require(&mut read, &policy, &disks).await?)
+    let agent = run.agent(vm)?;
+    mounted::require_messenger_now(run.store(), &*agent, &policy, vm.host, &disks).await?;
+    Ok(osds::require(&mut *run.store().read().await?, &policy, &disks).await?)
 }
 
 fn again(why: &str) -> StepError {

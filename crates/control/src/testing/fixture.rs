@@ -153,6 +153,7 @@ impl Fixture {
             host_name: name.to_owned(),
             location: local.hosts[0].location.clone(),
             mounted_key: None,
+            mount: None,
         };
         datastores::insert_host(&mut write, &local, &on).await.unwrap();
         write.commit().await.unwrap();
@@ -165,7 +166,8 @@ impl Fixture {
         self.agent_of(host).probe_datastore(spec.clone()).await.unwrap();
         let (id, location) = (spec.datastore, spec.location);
         let host_name = host.to_owned();
-        let on = datastores::OnHost { host: to, host_name, location, mounted_key: None };
+        let (mounted_key, mount) = (None, None);
+        let on = datastores::OnHost { host: to, host_name, location, mounted_key, mount };
         let own = datastores::Datastore {
             id,
             name: name.to_owned(),
@@ -192,6 +194,7 @@ impl Fixture {
             data_pool: None,
             messenger: Messenger::Crc,
             create: None,
+            changed: None,
         };
         let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool) };
         let spec = DatastoreSpec { datastore: DatastoreId::new(), location };

@@ -74,6 +74,7 @@ impl Template {
                 host_name: host.name.clone(),
                 location: location(),
                 mounted_key: None,
+                mount: None,
             }],
             usage: None,
             pools: Vec::new(),

@@ -61,6 +61,7 @@ pub(crate) mod tests {
             data_pool: None,
             messenger: Messenger::Secure,
             create: None,
+            changed: None,
         }
     }
 

@@ -254,6 +254,7 @@ fn access(record: &Record, pool: &Pool, home: &Path) -> RbdPool {
             arguments::Messenger::Secure => Messenger::Secure,
         },
         create: None,
+        changed: None,
     }
 }
 

@@ -388,6 +388,12 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             json!({ "pattern": "^client[.]", "maxLength": POOL_FIELD_MAX }),
         ),
         ("RbdPool/properties/monitors", pool_field()),
+        ("SetDatastore/properties/keyring", json!({ "pattern": "^/" })),
+        (
+            "SetDatastore/properties/user",
+            json!({ "pattern": "^client[.]", "maxLength": POOL_FIELD_MAX }),
+        ),
+        ("SetDatastore/properties/monitors", pool_field()),
         ("RbdPool/properties/pool", pool_field()),
         ("RbdPool/properties/namespace", pool_field()),
         ("RbdPool/properties/data_pool", pool_field()),

@@ -56,24 +56,6 @@ pub(super) async fn show(
     Ok(Json(services::datastores::show(&control, &caller, &name).await?))
 }
 
-/// Changes what is stated of the OSDs of a pool's cluster, which counts before what its monitors say. Guests that run go on.
-#[utoipa::path(patch, path = "/api/v1/datastores/{datastore}", tag = "datastores",
-    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
-    request_body = SetDatastore, responses((status = 200, body = DatastoreOrPlan), ProblemResponse))]
-pub(super) async fn set(
-    State(control): State<Arc<Services>>,
-    Authenticated(caller): Authenticated,
-    PathSegment(name): PathSegment,
-    QueryOf(query): QueryOf<DryRunQuery>,
-    body::Json(request): body::Json<SetDatastore>,
-) -> Result<Answer<Json<Datastore>>, ProblemResponse> {
-    Ok(Answer(
-        services::datastores::set(&control, &caller, &name, request, query.dry_run)
-            .await?
-            .map(Json),
-    ))
-}
-
 /// Changes the key of the user of a pool of Ceph that the server holds, and gives it to the hosts that have the datastore. One of those that
 /// are connected tries it first; a key that the cluster refuses, or that no host can try, is not kept, unless the request says `force`. A
 /// dry run tries it, too. A pool that is mounted stays so with the former key.
@@ -94,8 +76,29 @@ pub(super) async fn set_key(
     ))
 }
 
-/// Has a host mount a pool of Ceph anew, with the key that the server holds now, or with the keyring as it is now, after the cluster has taken
-/// that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
+/// Changes what is stated of the OSDs of a pool's cluster, which counts before what its monitors say, and how hosts get to the pool:
+/// monitors, user, messenger, keyring, and the key that the server holds, together or alone. Guests that run go on. Of how they get there each
+/// host that has the datastore tries it first, as does a dry run: where one cannot use the pool so, or reaches another cluster, nothing is
+/// changed. The datastore keeps its id and its disks. A pool that is mounted stays as it is until its host mounts it anew.
+#[utoipa::path(patch, path = "/api/v1/datastores/{datastore}", tag = "datastores",
+    params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
+    request_body = SetDatastore, responses((status = 200, body = RekeyedDatastoreOrPlan), ProblemResponse))]
+pub(super) async fn set(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    body::Json(request): body::Json<SetDatastore>,
+) -> Result<Answer<Json<RekeyedDatastore>>, ProblemResponse> {
+    Ok(Answer(
+        services::datastores::set(&control, &caller, &name, request, query.dry_run)
+            .await?
+            .map(Json),
+    ))
+}
+
+/// Has a host mount a pool of Ceph anew, as the datastore has monitors, user and messenger now, and with the key that the server holds now, or
+/// the keyring as it is now, after the cluster has taken that. Guests with disks there stand still for a second or two; a dry run names them. It may be repeated.
 #[utoipa::path(post, path = "/api/v1/datastores/{datastore}/hosts/{host}/remount", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"),
         ("host" = String, Path, description = "The host's name or id"), DryRunQuery),

@@ -206,7 +206,7 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                     routes!(datastores::add),
                     [Names, TakesName, NeedsState, TakesSecret, AsksHost, ReadsFiles, NeedsRoom],
                 )
-                .with(routes!(datastores::set), [Inventory])
+                .with(routes!(datastores::set), [TakesSecret, NeedsState, AsksHost])
                 .with(routes!(datastores::set_key), [TakesSecret, NeedsState, AsksHost])
                 .with(routes!(datastores::remount), [NeedsState, NeedsUnused, AsksHost])
                 .with(routes!(datastores::remove), [NeedsUnused])

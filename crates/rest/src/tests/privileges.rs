@@ -53,7 +53,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
             r#"{"name": "?", "host": "none", "location": {"kind": "dir", "path": "/x"}}"#,
         ),
         ("GET", "/api/v1/datastores/{datastore}", Read, ""),
-        ("PATCH", "/api/v1/datastores/{datastore}", ManageDatastores, "{}"),
+        ("PATCH", "/api/v1/datastores/{datastore}", ManageDatastores, r#"{"user": "client.x"}"#),
         ("DELETE", "/api/v1/datastores/{datastore}", ManageDatastores, ""),
         (
             "PUT",

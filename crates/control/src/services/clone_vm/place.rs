@@ -4,6 +4,7 @@ use vmseal_api::host::{DatastoreSpec, NicSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
 
+use crate::hosts::mounted;
 use crate::services::{Services, create_vm, image_layouts, osds, redundancy};
 use crate::store::datastores;
 use crate::store::disks::Disk;
@@ -43,7 +44,8 @@ pub(super) async fn put(
         disk.datastore = to.clone();
         disk.datastore_name.clone_from(&found.name);
     }
-    policy.require_messenger(made).map_err(of_datastore)?;
+    let encrypted = mounted::require_messenger(write, policy, origin.host, made).await;
+    encrypted.map_err(of_datastore)?;
     osds::require(write, policy, made).await.map_err(of_datastore)?;
     redundancy::require(write, policy, made).await.map_err(of_datastore)
 }

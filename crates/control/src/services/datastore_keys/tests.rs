@@ -45,6 +45,7 @@ pub(in crate::services) fn request(key: Option<SealedPassphrase>) -> AddDatastor
         data_pool: None,
         messenger: Messenger::Secure,
         create: None,
+        changed: None,
     };
     let location = DatastoreLocation::Rbd { path: PLACE.into(), pool: Box::new(pool) };
     AddDatastore {
@@ -249,7 +250,8 @@ fn only_of_a_key_that_the_server_holds_it_says_whether_it_is_the_current_one() {
             pool.keyring = keyring.map(Into::into);
         }
         let (host, host_name) = (HostId::new(), "here".to_owned());
-        OnHost { host, host_name, location, mounted_key: Some("3fa9c1d2".to_owned()) }
+        let mounted_key = Some("3fa9c1d2".to_owned());
+        OnHost { host, host_name, location, mounted_key, mount: None }
     };
     let shown = service::shown(datastores::Datastore {
         id: DatastoreId::new(),

@@ -182,6 +182,7 @@ fn pool() -> DatastoreLocation {
         data_pool: None,
         messenger: Messenger::Crc,
         create: None,
+        changed: None,
     };
     DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool) }
 }

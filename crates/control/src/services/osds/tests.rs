@@ -1,6 +1,6 @@
 //! A policy that asks for encrypted OSDs, and where disks are shown to be encrypted.
 
-use vmseal_api::datastore::SetDatastore;
+use vmseal_api::datastore::{MountFacts, SetDatastore};
 use vmseal_api::host::Power;
 use vmseal_api::id::VmId;
 use vmseal_api::model::TaskState;
@@ -45,7 +45,7 @@ impl Bench {
     }
 
     async fn state(&self, stated: StatedOsds) {
-        let request = SetDatastore { osd_encryption: Some(stated) };
+        let request = SetDatastore { osd_encryption: Some(stated), ..SetDatastore::default() };
         service::set(&self.services, &self.me, "ceph", request, false).await.unwrap();
     }
 
@@ -169,7 +169,7 @@ async fn it_is_shown_where_a_disk_is_encrypted() {
 async fn nothing_is_stated_of_the_osds_of_a_directory_and_a_dry_run_states_nothing() {
     let bench = Bench::new("encrypted").await;
     let set = async |datastore, osd_encryption, dry_run| {
-        let request = SetDatastore { osd_encryption };
+        let request = SetDatastore { osd_encryption, ..SetDatastore::default() };
         service::set(&bench.services, &bench.me, datastore, request, dry_run).await.map(drop)
     };
     let yes = Some(StatedOsds::Yes);
@@ -199,6 +199,19 @@ async fn a_pool_that_the_policy_does_not_allow_is_no_place_for_disks_that_move_w
     assert_eq!(refusal(&policy, &ceph, place), None);
     let secure = Policy { messenger: Some(Messenger::Secure), ..policy.clone() };
     assert!(refusal(&secure, &ceph, place).unwrap().contains("messenger 'crc'"));
+    // It is to be reached with 'secure' now, and is mounted as it was.
+    let mut changed = ceph.clone();
+    let DatastoreLocation::Rbd { pool, .. } = &mut changed.hosts[0].location else {
+        panic!("it is a directory")
+    };
+    let (way, cluster) = (pool.way(), "fsid".to_owned());
+    pool.messenger = Messenger::Secure;
+    let mounted = MountFacts { way, messenger: Messenger::Crc, cluster };
+    changed.hosts[0].mount = Some(mounted);
+    let place_now = &changed.hosts[0].location;
+    assert!(refusal(&secure, &changed, place_now).unwrap().contains("still mounted"));
+    changed.hosts[0].mount = None;
+    assert_eq!(refusal(&secure, &changed, &changed.hosts[0].location), None);
     let required = Policy { osd_encryption: Some(AskedOsds::Required), ..policy };
     assert!(refusal(&required, &ceph, place).unwrap().contains("not asked yet"));
     let mut encrypted = ceph.clone();

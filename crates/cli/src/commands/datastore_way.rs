@@ -1,0 +1,105 @@
+//! What `datastore set` changes beside a key alone, above all how hosts get to a pool of Ceph, and which host uses that already.
+
+use std::path::Path;
+
+use anyhow::Context;
+use vmseal_api::client::ServerClient;
+use vmseal_api::datastore::{DatastoreHost, RbdPool, SetDatastore};
+use vmseal_api::model::{Datastore, RekeyedDatastore};
+
+use super::datastore::details;
+use super::datastore_key;
+use crate::arguments::Output;
+use crate::print::{self, plan};
+use crate::stream::say;
+
+/// Changes what is given, and with a file its user's key, which the server holds.
+pub async fn set(
+    server: &ServerClient,
+    output: Output,
+    (name, change, key_file): (&str, SetDatastore, Option<&Path>),
+    dry_run: bool,
+) -> anyhow::Result<()> {
+    let path = format!("datastores/{name}");
+    let key = match key_file {
+        Some(file) => {
+            let user = user_of(server, &path, &change).await?;
+            Some(datastore_key::sealed(server, file, &user, name).await?)
+        }
+        None => None,
+    };
+    let request = SetDatastore { key, ..change };
+    if dry_run {
+        return plan::show(output, &server.try_patch(&path, &request).await?);
+    }
+    let changed: RekeyedDatastore = server.patch(&path, &request).await?;
+    for warning in &changed.warnings {
+        say(format!("warning: {warning}"));
+    }
+    let datastore = changed.datastore;
+    print::one(output, &datastore, &details(&datastore))
+}
+
+/// Whose key is read: the new user's, else that of the datastore.
+async fn user_of(
+    server: &ServerClient,
+    path: &str,
+    change: &SetDatastore,
+) -> anyhow::Result<String> {
+    if let Some(user) = &change.user {
+        return Ok(user.clone());
+    }
+    let datastore: Datastore = server.get(path).await?;
+    let user = datastore.hosts.iter().find_map(|on| on.location.pool()).map(|it| it.user.clone());
+    user.with_context(|| format!("datastore '{}' is no pool of Ceph", datastore.name))
+}
+
+/// The way to the pool, and the hosts that have it mounted by another one.
+pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
+    let way = |pool: &RbdPool| {
+        let RbdPool { user, monitors, messenger, .. } = pool;
+        ("WAY", format!("{user} by {monitors} with messenger '{}'", messenger.name()))
+    };
+    let pools = datastore.hosts.iter().filter_map(|on| on.location.pool());
+    let mut lines: Vec<_> = pools.map(way).collect();
+    lines.dedup();
+    let name = &datastore.name;
+    let former = |on: &DatastoreHost| {
+        let mounted = on.mounted.as_ref().filter(|it| !it.current)?;
+        let (host, messenger) = (&on.host, mounted.messenger.name());
+        let line = format!(
+            "host '{host}': mounted by a former one, with messenger '{messenger}', until vmseal datastore remount {name} --host {host}; guests wait for a second or two then"
+        );
+        Some(("WAY", line))
+    };
+    lines.extend(datastore.hosts.iter().filter_map(former));
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn hosts_that_have_a_pool_mounted_by_a_former_way_are_named() {
+        let on = |host: &str, mounted: Option<(&str, bool)>| {
+            let pool = json!({ "monitors": "v2:10.0.0.1:3300", "user": "client.a", "pool": "vms" });
+            let mounted = mounted.map(|(messenger, current)| {
+                json!({ "messenger": messenger, "cluster": "fsid", "current": current })
+            });
+            let location = json!({ "kind": "rbd", "path": "/ceph", "pool": pool });
+            json!({ "host": host, "location": location, "mounted": mounted })
+        };
+        let hosts = [on("a", Some(("secure", true))), on("b", Some(("crc", false))), on("c", None)];
+        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+        let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts });
+        let said = of_hosts(&serde_json::from_value(datastore).unwrap());
+        let said: Vec<String> = said.into_iter().map(|(_, line)| line).collect();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert_eq!(said[0], "client.a by v2:10.0.0.1:3300 with messenger 'secure'");
+        assert!(said[1].starts_with("host 'b': mounted by a former one, with messenger 'crc'"));
+        assert!(said[1].contains("vmseal datastore remount ceph --host b"), "{said:?}");
+    }
+}

@@ -1,0 +1,235 @@
+use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::datastore::{Messenger, MountedWay};
+use vmseal_api::model;
+use vmseal_api::request::{AddDatastore, MoveVm, ShareDatastore};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::datastore_keys::tests::{a_key, request, sealed};
+use crate::services::{datastores as service, mirror, remount, sharing};
+use crate::store::policies;
+use crate::testing::Fixture;
+
+/// Another monitor of the cluster.
+const MONITORS: &str = "v2:10.0.0.2:3300";
+
+/// Hosts `here` and `there`, which have the pool `ceph`, whose key the server holds, over connections in the clear.
+struct Bench {
+    fixture: Fixture,
+    services: Services,
+    me: Caller,
+    there: SimulatedHost,
+}
+
+impl Bench {
+    async fn new() -> Self {
+        let fixture = Fixture::new().await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let (_, there) = fixture.add_host("there").await;
+        let mut add = request(Some(sealed(&services, "ceph", &a_key(0x5a))));
+        let DatastoreLocation::Rbd { pool, .. } = &mut add.location else { unreachable!() };
+        pool.messenger = Messenger::Crc;
+        service::add(&services, &me, add, false).await.unwrap();
+        let with = ShareDatastore { host: "there".to_owned(), location: None };
+        sharing::share(&services, &me, "ceph", with, false).await.unwrap();
+        Self { fixture, services, me, there }
+    }
+
+    async fn set(&self, request: SetDatastore, dry_run: bool) -> Result<Outcome<()>, Problem> {
+        let set = service::set(&self.services, &self.me, "ceph", request, dry_run).await;
+        set.map(|outcome| outcome.map(drop))
+    }
+
+    async fn refused(&self, request: SetDatastore) -> Problem {
+        self.set(request.clone(), true).await.map(drop).unwrap_err();
+        self.set(request, false).await.map(drop).unwrap_err()
+    }
+
+    async fn shown(&self) -> model::Datastore {
+        service::show(&self.services, &self.me, "ceph").await.unwrap()
+    }
+
+    async fn pools(&self) -> Vec<RbdPool> {
+        let hosts = self.shown().await.hosts.into_iter();
+        hosts.map(|on| on.location.pool().unwrap().clone()).collect()
+    }
+
+    async fn mounted_here(&self) -> MountedWay {
+        let mut hosts = self.shown().await.hosts.into_iter();
+        hosts.find(|on| on.host == "here").unwrap().mounted.unwrap()
+    }
+
+    async fn remount_here(&self) {
+        remount::remount(&self.services, &self.me, "ceph", "here", false).await.unwrap();
+    }
+}
+
+fn secure() -> SetDatastore {
+    SetDatastore { messenger: Some(Messenger::Secure), ..SetDatastore::default() }
+}
+
+#[tokio::test]
+async fn a_way_is_kept_once_each_host_has_tried_it_and_used_from_the_next_mount_on() {
+    let bench = Bench::new().await;
+    let (before, mounted) = (bench.shown().await, bench.mounted_here().await);
+    let pools = bench.pools().await;
+    assert!(mounted.current && mounted.messenger == Messenger::Crc, "{mounted:?}");
+    let wanted = || SetDatastore {
+        monitors: Some(MONITORS.to_owned()),
+        user: Some("client.other".to_owned()),
+        key: Some(sealed(&bench.services, "ceph", &a_key(0xa5))),
+        ..secure()
+    };
+    let Ok(Outcome::Planned(plan)) = bench.set(wanted(), true).await else { panic!("no plan") };
+    let said = plan.steps.concat();
+    for part in [MONITORS, "client.other", "'secure'", "another key", "'here', 'there'"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let now = bench.shown().await;
+    assert_eq!((now.key, bench.pools().await), (before.key.clone(), pools));
+
+    bench.set(wanted(), false).await.unwrap();
+    let after = bench.shown().await;
+    assert_eq!(after.id, before.id);
+    assert_ne!(after.key, before.key);
+    for pool in bench.pools().await {
+        assert_eq!((pool.monitors.as_str(), pool.user.as_str()), (MONITORS, "client.other"));
+        assert_eq!(pool.messenger, Messenger::Secure);
+        assert!(pool.changed.is_some());
+    }
+    let told = bench.fixture.events("datastore.set").await.pop().unwrap().detail;
+    assert!(told.contains(MONITORS) && told.ends_with("tried on hosts 'here', 'there'"), "{told}");
+    for agent in [&bench.fixture.agent, &bench.there] {
+        let held = agent.pool_key(std::path::Path::new("/ceph"));
+        assert_eq!(held.as_deref(), Some(a_key(0xa5).as_bytes()));
+    }
+
+    // The mount stays until it is made anew.
+    let now = bench.mounted_here().await;
+    assert_eq!(now, MountedWay { current: false, ..mounted.clone() });
+    let planned = remount::remount(&bench.services, &bench.me, "ceph", "here", true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("no plan") };
+    assert!(plan.steps[0].contains("client.other by v2:10.0.0.2:3300"), "{plan:?}");
+    bench.remount_here().await;
+    let now = bench.mounted_here().await;
+    assert_eq!(now, MountedWay { messenger: Messenger::Secure, ..mounted });
+
+    // Later ones are later, and the same one changes nothing.
+    let first = bench.pools().await[0].changed;
+    let user = Some("client.third".to_owned());
+    bench.set(SetDatastore { user, ..SetDatastore::default() }, false).await.unwrap();
+    let second = bench.pools().await[0].changed;
+    assert!(second > first, "{second:?}");
+    bench.set(secure(), false).await.unwrap();
+    assert_eq!(bench.pools().await[0].changed, second);
+    let Ok(Outcome::Planned(plan)) = bench.set(secure(), true).await else { panic!("no plan") };
+    assert!(plan.steps[0].contains("do nothing"), "{plan:?}");
+    assert_eq!(bench.fixture.events("datastore.set").await.len(), 2);
+}
+
+#[tokio::test]
+async fn a_way_that_one_host_cannot_use_or_to_another_cluster_changes_nothing() {
+    let bench = Bench::new().await;
+    let before = bench.pools().await;
+    let elsewhere = SetDatastore { monitors: Some(MONITORS.to_owned()), ..secure() };
+    bench.there.set_other_cluster(MONITORS, "e7b4c8ee-0000-4000-8000-000000000000");
+    let refused = bench.refused(elsewhere).await;
+    assert_eq!(refused.code, ErrorCode::Unreachable);
+    assert!(refused.detail.contains("nothing is changed, as host 'there' cannot"), "{refused}");
+    assert!(refused.detail.contains("another cluster"), "{refused}");
+
+    let key = a_key(0xa5);
+    bench.there.refuse_pool_keys(&[key.as_str()]);
+    let key = Some(sealed(&bench.services, "ceph", &key));
+    let refused = bench.refused(SetDatastore { key, ..secure() }).await;
+    assert!(refused.detail.contains("host 'there' cannot use the pool so"), "{refused}");
+    assert_eq!(bench.pools().await, before);
+
+    // A host that cannot try it.
+    bench.there.lack_features(&[POOL_WAYS]);
+    bench.there.restart();
+    let is_old = async || {
+        let refused = bench.set(secure(), true).await.err()?;
+        (refused.code == ErrorCode::Unsupported).then_some(refused)
+    };
+    let refused = bench.fixture.eventually("the old agent is refused", is_old).await;
+    assert!(refused.detail.contains("the agent of host 'there'"), "{refused}");
+    bench.there.set_reachable(false);
+    let is_gone = async || {
+        let refused = bench.set(secure(), true).await.err()?;
+        refused.detail.contains("has the pool has to try it").then_some(refused)
+    };
+    let refused = bench.fixture.eventually("the host is gone", is_gone).await;
+    assert_eq!(refused.code, ErrorCode::Unreachable);
+    assert_eq!(bench.pools().await, before);
+    assert!(bench.fixture.events("datastore.set").await.is_empty());
+}
+
+#[tokio::test]
+async fn what_is_not_of_such_a_pool_is_refused() {
+    let bench = Bench::new().await;
+    let nothing = bench.refused(SetDatastore::default()).await;
+    assert_eq!(nothing.code, ErrorCode::InvalidRequest);
+    let keyring = SetDatastore { keyring: Some("/k".into()), ..SetDatastore::default() };
+    let refused = bench.refused(keyring).await;
+    assert_eq!(refused.field.as_deref(), Some("keyring"));
+    let user = SetDatastore { user: Some("admin".to_owned()), ..SetDatastore::default() };
+    assert_eq!(bench.refused(user).await.field.as_deref(), Some("user"));
+    let of_directory = service::set(&bench.services, &bench.me, "local", secure(), false).await;
+    let refused = of_directory.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    assert!(refused.detail.contains("is a directory"), "{refused}");
+    // The key alone is what it was before.
+    let key = Some(sealed(&bench.services, "ceph", &a_key(0xa5)));
+    bench.set(SetDatastore { key, ..SetDatastore::default() }, false).await.unwrap();
+    assert_eq!(bench.fixture.events("datastore.key-set").await.len(), 1);
+}
+
+#[tokio::test]
+async fn a_pool_with_keyrings_gets_another_keyring_and_no_key() {
+    let bench = Bench::new().await;
+    let AddDatastore { mut location, .. } = request(None);
+    let DatastoreLocation::Rbd { path, pool } = &mut location else { unreachable!() };
+    *path = "/rings".into();
+    pool.keyring = Some("/etc/ceph/keyring".into());
+    pool.pool = "rings".to_owned();
+    let add = AddDatastore { name: "rings".to_owned(), location, ..request(None) };
+    service::add(&bench.services, &bench.me, add, false).await.unwrap();
+    let set = async |request| {
+        service::set(&bench.services, &bench.me, "rings", request, false).await.map(drop)
+    };
+    let keyring = SetDatastore { keyring: Some("/etc/other".into()), ..SetDatastore::default() };
+    set(keyring).await.unwrap();
+    let shown = service::show(&bench.services, &bench.me, "rings").await.unwrap();
+    let pool = shown.hosts[0].location.pool().unwrap();
+    assert_eq!(pool.keyring.as_deref(), Some(std::path::Path::new("/etc/other")));
+    // The mount is by the same way: which key it uses is said apart from that.
+    assert!(shown.hosts[0].mounted.as_ref().unwrap().current);
+    let key = Some(sealed(&bench.services, "rings", &a_key(0xa5)));
+    let refused = set(SetDatastore { key, ..secure() }).await.unwrap_err();
+    assert!(refused.detail.contains("is in a file on its hosts"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_policy_that_insists_is_kept_once_the_pool_is_mounted_anew() {
+    let bench = Bench::new().await;
+    bench.fixture.made("web", "encrypted").await;
+    let mut write = bench.fixture.store.write().await.unwrap();
+    let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
+    policy.messenger = Some(Messenger::Secure);
+    policies::set(&mut write, &policy).await.unwrap();
+    write.commit().await.unwrap();
+    let moves = async || {
+        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+        mirror::move_disks(&bench.services, &bench.me, "web", request, true).await.map(drop)
+    };
+    let refused = moves().await.unwrap_err();
+    assert!(refused.detail.contains("datastore set ceph --messenger secure"), "{refused}");
+    bench.set(secure(), false).await.unwrap();
+    let refused = moves().await.unwrap_err();
+    assert!(refused.detail.contains("host 'here' still has datastore 'ceph'"), "{refused}");
+    assert!(refused.detail.contains("vmseal datastore remount ceph"), "{refused}");
+    bench.remount_here().await;
+    moves().await.unwrap();
+}
