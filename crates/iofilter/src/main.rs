@@ -42,11 +42,16 @@ fn main() -> ExitCode {
     }
     // First of all: before there are threads, keys or anything else that must not be in a core dump.
     let hardening = harden();
+    // Its agent starts it by descriptor, from which the kernel makes a name like "11".
+    let named = nix::sys::prctl::set_name(c"vmseal-filter");
     let privileges = nix::sys::prctl::set_no_new_privs();
     log();
     report(&hardening);
     if let Err(error) = privileges {
         tracing::warn!(%error, "new privileges could not be forbidden");
+    }
+    if let Err(error) = named {
+        tracing::warn!(%error, "the process keeps another name");
     }
     if run() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

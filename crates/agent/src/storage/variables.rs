@@ -239,8 +239,11 @@ mod tests {
     use super::*;
     use crate::hypervisor::firmware::DIRECTORY;
 
-    /// A store with these variables: the state, the owner, the name and the data of each.
-    fn store(variables: &[(u8, [u8; 16], &[u8], &[u8])]) -> Vec<u8> {
+    /// A variable: its state, owner, name and data.
+    type Variable<'a> = (u8, [u8; 16], &'a [u8], &'a [u8]);
+
+    /// A store with these variables.
+    fn store(variables: &[Variable<'_>]) -> Vec<u8> {
         let mut volume = vec![0xff; LENGTH];
         volume[..16].fill(0);
         volume[16..32].copy_from_slice(&VOLUME);

@@ -244,6 +244,7 @@ async fn make_pool(fixture: &Fixture) {
         data_pool: None,
         messenger: Messenger::Secure,
         create: None,
+        changed: None,
     };
     let mut write = fixture.store.write().await.unwrap();
     let local = datastores::find(&mut write, "local").await.unwrap().unwrap();
