@@ -502,7 +502,8 @@ impl QueueWorker {
         };
         let flushed = Some((done.operation, done.length));
         self.pending[id.index()] = Some(Pending { flushed, ..pending });
-        self.chain.began(id, pending.began);
+        // Not since the write began: a limit may have kept that back, for which storage is not to blame.
+        self.chain.began(id, Instant::now());
         self.chain.submit(id, Operation::Flush, 0, 0, id.index() as u64);
         self.chain.poll();
         true
