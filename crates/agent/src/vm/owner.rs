@@ -578,6 +578,7 @@ impl Owner {
             self.spec = next;
         }
         self.troubles.clear();
+        self.stalled = Stalled::default();
         self.restarts = Restarts::default();
         // Their filter is gone, or what a snapshot keeps would keep the guest from starting again.
         for disk in std::mem::take(&mut self.exposed).into_keys() {
