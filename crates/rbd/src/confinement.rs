@@ -25,8 +25,8 @@ const READ: [&str; 7] =
 /// What a thread of the file system opens for itself.
 const WRITTEN: [&str; 2] = ["/dev/fuse", "/dev/null"];
 
-/// The most private memory, in bytes: requests in flight (384 MiB, with copies of what filters write), the library's maps and threads, and images' headers.
-const MEMORY_MAX: u64 = 2 << 30;
+/// The most private memory, in bytes: requests in flight (640 MiB, with copies of what filters write), the library's maps and threads, and images' headers.
+const MEMORY_MAX: u64 = (2 << 30) + (256 << 20);
 
 /// Why the process cannot be confined, and so must not serve.
 #[derive(Debug, thiserror::Error)]

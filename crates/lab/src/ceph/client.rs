@@ -7,8 +7,8 @@ use vmseal_api::datastore::RbdPool;
 
 use super::tools;
 
-/// The most bytes of requests in flight, where librbd's default is a fifth less. `vmseal-rbd` has more for all of its disks together, and half
-/// as many for one of them.
+/// The most bytes of requests in flight, where librbd's default is a fifth less. `vmseal-rbd` has more for all of its disks together, and as
+/// many for one of them.
 const BYTES_IN_FLIGHT: u64 = 128 << 20;
 
 /// The text of a client's `ceph.conf`: what `vmseal-rbd` tells the library, but for the bytes in flight.

@@ -2,8 +2,8 @@
 //! much memory as filters have requests.
 //!
 //! An image may have a third as much under way as it leaves to the others. So one whose objects do not answer (a placement group that is
-//! not active) holds a quarter of all at most, a second one a quarter of what is left then, and so on: ten of them leave 14 MiB. Only the
-//! thread of the filter of such an image waits.
+//! not active) holds a quarter of all at most, a second one a quarter of what is left then, and so on: ten of them leave 28 MiB. Only the
+//! thread of the filter of such an image waits, and it is woken only when its request can go.
 //!
 //! ```text
 //!  nothing of the image is under way:   goes when there is room for it
@@ -17,18 +17,15 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use vmseal_channel::REQUEST_BYTES_MAX;
 
-/// The most bytes in flight of all filters together: several busy disks with long requests. With those of FUSE and of the library
-/// it stays far below the limit of the process's memory.
-pub const BYTES_IN_FLIGHT: u64 = 256 << 20;
+/// The most bytes in flight of all filters together: so much that a disk which is busy alone has 128 MiB under way, 32 requests of 4 MiB.
+/// With those of FUSE and of the library it stays far below the limit of the process's memory.
+pub const BYTES_IN_FLIGHT: u64 = 512 << 20;
 
-/// The most that a request counts for: that of the longest one with data. One for zeroes may be in more objects.
-const AT_ONCE: u64 = BYTES_IN_FLIGHT / 4;
+/// The most that a request counts for: that of the longest one with data. One for zeroes, or for small objects, may be in more objects.
+const AT_ONCE: u64 = REQUEST_BYTES_MAX;
 
 /// An image leaves this many times as much to the others as it has under way.
 const OTHERS: u64 = 3;
-
-// What is read or written counts whole.
-const _: () = assert!(REQUEST_BYTES_MAX <= AT_ONCE);
 
 /// What a request counts for at least, in bytes, for each object that it is in: librbd makes a request to each of them, and the library
 /// has a limit for their number, too.
@@ -37,17 +34,25 @@ pub const OF_OBJECT: u64 = 32 << 10;
 /// The most requests to objects in flight of all filters together, but for those for zeroes that are in very many.
 pub const REQUESTS_IN_FLIGHT: u64 = BYTES_IN_FLIGHT / OF_OBJECT;
 
-/// Bytes that are left to take.
+/// What filters may have in flight together.
 pub struct Budget {
-    left: Mutex<u64>,
-    changed: Condvar,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Bytes that are left to take.
+    left: u64,
+    /// Who waits for room, and for how many bytes.
+    waiting: Vec<(Arc<Share>, u64)>,
 }
 
 /// What one image has of it, as one filter has opened it.
 pub struct Share {
     budget: Arc<Budget>,
-    /// Changed by who has locked what is left.
+    /// Changed by who has locked the budget's state.
     under_way: AtomicU64,
+    /// A request of this image that waits can go.
+    room: Condvar,
 }
 
 /// Bytes that are taken, until this is dropped.
@@ -58,51 +63,73 @@ pub struct Taken {
 
 impl Default for Budget {
     fn default() -> Self {
-        Self { left: Mutex::new(BYTES_IN_FLIGHT), changed: Condvar::new() }
+        let state = State { left: BYTES_IN_FLIGHT, waiting: Vec::new() };
+        Self { state: Mutex::new(state) }
     }
 }
 
 impl Budget {
-    fn left(&self) -> MutexGuard<'_, u64> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Whether a request may go for which these bytes count.
-fn goes(bytes: u64, under_way: u64, left: u64) -> bool {
-    let fits = |left: u64| under_way == 0 || under_way + bytes <= left / OTHERS;
-    left.checked_sub(bytes).is_some_and(fits)
+impl State {
+    /// A request of this image waits no more for so many bytes.
+    fn waits_no_more(&mut self, share: &Arc<Share>, bytes: u64) {
+        let mut waiting = self.waiting.iter();
+        let place = waiting.position(|(of, wanted)| Arc::ptr_eq(of, share) && *wanted == bytes);
+        if let Some(place) = place {
+            self.waiting.swap_remove(place);
+        }
+    }
 }
 
 impl Share {
     /// That of one more image.
     #[must_use]
     pub fn of(budget: &Arc<Budget>) -> Arc<Self> {
-        Arc::new(Self { budget: Arc::clone(budget), under_way: AtomicU64::new(0) })
+        let (under_way, room) = (AtomicU64::new(0), Condvar::new());
+        Arc::new(Self { budget: Arc::clone(budget), under_way, room })
     }
 
-    /// Takes bytes, at most a quarter of all at once; waits until there are as many for this image.
+    /// Whether a request of this image may go for which these bytes count.
+    fn goes(&self, bytes: u64, left: u64) -> bool {
+        let under_way = self.under_way.load(Ordering::Relaxed);
+        let fits = |left: u64| under_way == 0 || under_way + bytes <= left / OTHERS;
+        left.checked_sub(bytes).is_some_and(fits)
+    }
+
+    /// Takes bytes, at most those of the longest request at once; waits until there are as many for this image.
     #[must_use]
     pub fn take(self: &Arc<Self>, bytes: u64) -> Taken {
         let bytes = bytes.min(AT_ONCE);
-        let waits = |left: &mut u64| !goes(bytes, self.under_way.load(Ordering::Relaxed), *left);
-        let waited = self.budget.changed.wait_while(self.budget.left(), waits);
-        let mut left = waited.unwrap_or_else(PoisonError::into_inner);
-        *left -= bytes;
+        let mut state = self.budget.state();
+        if !self.goes(bytes, state.left) {
+            state.waiting.push((Arc::clone(self), bytes));
+            let waits = |state: &mut State| !self.goes(bytes, state.left);
+            let waited = self.room.wait_while(state, waits);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state.waits_no_more(self, bytes);
+        }
+        state.left -= bytes;
         self.under_way.fetch_add(bytes, Ordering::Relaxed);
-        drop(left);
+        drop(state);
         Taken { share: Arc::clone(self), bytes }
     }
 }
 
 impl Drop for Taken {
+    /// Only here may somebody who waits come to go, and who waits is on the list before the state is unlocked: nobody is forgotten.
     fn drop(&mut self) {
-        let Share { budget, under_way } = &*self.share;
-        let mut left = budget.left();
-        *left += self.bytes;
-        under_way.fetch_sub(self.bytes, Ordering::Relaxed);
-        drop(left);
-        budget.changed.notify_all();
+        let mut state = self.share.budget.state();
+        state.left += self.bytes;
+        self.share.under_way.fetch_sub(self.bytes, Ordering::Relaxed);
+        for (share, bytes) in &state.waiting {
+            if share.goes(*bytes, state.left) {
+                share.room.notify_all();
+            }
+        }
     }
 }
 
@@ -129,10 +156,28 @@ mod tests {
     /// As much as an image gets, in requests of this length, if none of them ends.
     fn stuck(share: &Arc<Share>, bytes: u64) -> Vec<Taken> {
         let mut taken = Vec::new();
-        while goes(bytes, share.under_way.load(Ordering::Relaxed), *share.budget.left()) {
+        while share.goes(bytes, share.budget.state().left) {
             taken.push(share.take(bytes));
         }
         taken
+    }
+
+    /// How many requests wait.
+    fn waiting(budget: &Budget) -> usize {
+        budget.state().waiting.len()
+    }
+
+    #[test]
+    fn an_image_that_is_busy_alone_has_128_mib_under_way() {
+        let budget = Arc::new(Budget::default());
+        let share = Share::of(&budget);
+        let long = stuck(&share, 4 * MIB);
+        assert_eq!(long.len(), 32);
+        drop(long);
+        let short = stuck(&share, OF_OBJECT);
+        assert_eq!(short.len(), 4096);
+        drop(short);
+        assert_eq!(budget.state().left, BYTES_IN_FLIGHT);
     }
 
     #[test]
@@ -158,17 +203,19 @@ mod tests {
             drop(last);
             held.push(told.recv().unwrap());
             waiter.join().unwrap();
+            assert_eq!(waiting(&budget), 0);
         }
         drop(held);
-        assert_eq!(*budget.left(), BYTES_IN_FLIGHT);
+        assert_eq!(budget.state().left, BYTES_IN_FLIGHT);
     }
 
     #[test]
     fn the_first_request_of_an_image_waits_for_room_alone() {
         let budget = Arc::new(Budget::default());
         let (one, other) = (Share::of(&budget), Share::of(&budget));
-        let whole: Vec<_> = (0..3).map(|_| Share::of(&budget).take(u64::MAX)).collect();
-        assert_eq!(*budget.left(), AT_ONCE, "one request took more than a quarter");
+        let others = BYTES_IN_FLIGHT / AT_ONCE - 1;
+        let whole: Vec<_> = (0..others).map(|_| Share::of(&budget).take(u64::MAX)).collect();
+        assert_eq!(budget.state().left, AT_ONCE, "a request took more than the longest one");
         // More than would be left; a second one would have to wait.
         let first = one.take(AT_ONCE - MIB);
         let (waiter, told) = taking(&other, 2 * MIB);
@@ -177,7 +224,8 @@ mod tests {
         drop(told.recv().unwrap());
         waiter.join().unwrap();
         drop(whole);
-        assert_eq!(*budget.left(), BYTES_IN_FLIGHT);
+        assert_eq!(budget.state().left, BYTES_IN_FLIGHT);
+        assert_eq!(waiting(&budget), 0);
         let idle = |share: &Share| share.under_way.load(Ordering::Relaxed) == 0;
         assert!(idle(&one) && idle(&other));
     }
