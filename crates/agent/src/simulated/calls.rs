@@ -16,15 +16,14 @@ use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
     Allocation, ConsoleClaim, ConsoleStream, DatastoreLocation, DatastoreSpec, DatastoreUsage,
     DiskFacts, DiskSpec, Exposing, Fence, GuestControl, HostAgent, HostDescription, JobSpec,
-    JobStatus, KeptRoom, KeyReference, KeyState, MediumFacts, NewDisk, NicSpec, OtherKey,
-    PlacedDisk, PoolKey, Power, PowerOff, Remount, SealedKey, ShareDataKeys, Sharing,
-    ShowsCertificate, StateChange, StopReason, VmChange, VmSpec,
+    JobStatus, KeptRoom, KeyReference, MediumFacts, NewDisk, NicSpec, OtherKey, PlacedDisk,
+    PoolKey, Power, PowerOff, Remount, SealedKey, ShareDataKeys, Sharing, ShowsCertificate,
+    StateChange, VmChange, VmSpec,
 };
 use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request_id;
 use vmseal_api::usage::HostUsage;
 use vmseal_luks::Facts;
 
@@ -33,7 +32,7 @@ use super::storage::Left;
 use super::{CAPACITY, Call, Fault, Inside, SimulatedDisk, SimulatedHost, Work, gone, lost};
 use crate::filter::log_level;
 use crate::rules;
-use crate::rules::exclusion::{Action, Permission};
+use crate::rules::exclusion::Action;
 use crate::storage::facts::{role_of, told_role};
 use crate::storage::image::Image;
 use crate::storage::medium;
@@ -362,88 +361,6 @@ impl Inside {
         }
         self.agent.publish(vm);
         Ok(())
-    }
-
-    fn power_off(&mut self, vm: VmId, how: PowerOff) -> Result<Later, Problem> {
-        let obeys = self.heeds_shutdown.then_some(self.work);
-        let shutdown_time = match how {
-            PowerOff::Shutdown { seconds } => {
-                let shutdown_time = rules::shutdown_time(seconds)?;
-                self.situation(vm)?.may(Action::ShutDown, None)?;
-                shutdown_time
-            }
-            PowerOff::Force => Duration::ZERO,
-        };
-        let known = self.known(vm)?;
-        if known.power == Power::Suspended {
-            return Err(rules::suspended(&known.spec));
-        }
-        if known.power != Power::Off {
-            known.request = request_id::current();
-        }
-        match (known.power, how) {
-            (Power::Off, _) => Ok(None),
-            (_, PowerOff::Force) => {
-                known.stop(StopReason::PoweredOff, "an operator cut the power");
-                let disks: Vec<DiskId> = known.spec.disks().map(|disk| disk.disk).collect();
-                disks.into_iter().for_each(|disk| self.agent.exposed.end(disk));
-                self.persisted.guests.remove(&vm);
-                self.agent.publish(vm);
-                Ok(None)
-            }
-            (_, PowerOff::Shutdown { .. }) => {
-                known.power = Power::Stopping;
-                known.work.remove(&Work::ShutdownTimeout);
-                match obeys {
-                    Some(work) => self.numbered(vm, Work::Power, work),
-                    None => self.numbered(vm, Work::ShutdownTimeout, shutdown_time),
-                }
-            }
-        }
-    }
-
-    fn suspend(&mut self, vm: VmId, generation: u64) -> Result<Later, Problem> {
-        if self.situation(vm)?.may(Action::Suspend, None)? == Permission::Already {
-            return Ok(None);
-        }
-        let known = self.known(vm)?;
-        let key = rules::key_state(&known.spec, known.key_held);
-        rules::check_suspend(&known.spec, key == KeyState::Missing)?;
-        known.power = Power::Suspending;
-        known.not_suspended = None;
-        known.request = request_id::current();
-        if let Some(guest) = self.persisted.guests.get_mut(&vm) {
-            guest.generation = generation;
-        }
-        self.numbered(vm, Work::Power, self.work)
-    }
-
-    fn suspended(&mut self, vm: VmId, _: Work) {
-        let Some(guest) = self.persisted.guests.remove(&vm) else { return };
-        self.persisted.suspended.insert(vm, guest);
-        let Ok(known) = self.known(vm) else { return };
-        known.stop(StopReason::Suspended, "an operator suspended it: its memory is saved");
-        known.power = Power::Suspended;
-    }
-
-    fn discard_memory(&mut self, vm: VmId) -> Result<(), Problem> {
-        let known = self.known(vm)?;
-        if known.power == Power::Suspended {
-            known.power = Power::Off;
-            self.persisted.suspended.remove(&vm);
-            self.agent.publish(vm);
-        }
-        Ok(())
-    }
-
-    fn shut_down(&mut self, vm: VmId, work: Work) {
-        let Ok(known) = self.known(vm) else { return };
-        if work == Work::ShutdownTimeout {
-            known.power = Power::Running;
-            return;
-        }
-        known.stop(StopReason::GuestShutdown, "the guest powered itself off");
-        self.persisted.guests.remove(&vm);
     }
 
     fn expose(&mut self, vm: VmId, disk: DiskId, what: Exposing) -> Result<ConsoleStream, Problem> {

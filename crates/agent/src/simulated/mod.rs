@@ -29,6 +29,7 @@ mod replica;
 mod running;
 mod snapshots;
 mod starting;
+mod stopping;
 mod storage;
 mod survey;
 
