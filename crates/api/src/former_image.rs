@@ -67,7 +67,8 @@ pub enum FormerFate {
     Shared {
         /// Whether they are in the clear.
         in_the_clear: bool,
-        /// The linked clones that stand on them, by name, as far as they are known.
+        /// The linked clones that stand on them, by name, as far as they are known. The VM that this one was cloned from is not
+        /// among them.
         clones: Vec<String>,
         /// The inodes of these files, on the datastore that the disk had.
         inodes: Vec<u64>,
@@ -128,7 +129,7 @@ fn shared(f: &mut fmt::Formatter<'_>, clones: &[String], inodes: &[u64]) -> fmt:
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     write!(
         f,
-        "Linked clones {}{more} stand on them: copy each of these, too (vmseal vm encrypt, vmseal vm recrypt --deep); the last one overwrites them",
+        "Linked clones {}{more} stand on them, as may the VM that this one was cloned from, if it is a clone: copy each of these, too (vmseal vm encrypt, vmseal vm recrypt --deep); the last one overwrites them",
         named.join(", ")
     )
 }
@@ -163,7 +164,7 @@ mod tests {
         };
         let one = shared(true, clones(1));
         assert!(one.contains("was not overwritten") && one.contains("stay in the clear"), "{one}");
-        assert!(one.contains("Linked clones 'c1' stand on them: copy each"), "{one}");
+        assert!(one.contains("Linked clones 'c1' stand on them, as may the VM that"), "{one}");
         let many = shared(false, clones(7));
         assert!(many.contains("'c5' and 2 more") && !many.contains("c6"), "{many}");
         assert!(many.contains("under the former data key"), "{many}");
