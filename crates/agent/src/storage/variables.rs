@@ -34,8 +34,7 @@ const _: () = assert!(LENGTH as u64 == VARIABLES_SIZE);
 const LENGTH_OF_2M: u64 = 128 * 1024;
 
 /// What else can be done than to take a file.
-const INSTEAD: &str =
-    "or begin with new ones (--reset-nvram): the guest then starts from the loader at \\EFI\\BOOT";
+const INSTEAD: &str = "or begin with new ones (without --nvram, and with --reset-nvram if it is a libvirt domain): the guest then starts from the loader at \\EFI\\BOOT";
 
 /// `gEfiSystemNvDataFvGuid`, of volumes with variables.
 const VOLUME: [u8; 16] = [
@@ -201,14 +200,17 @@ fn variable_at(variables: &[u8], at: usize) -> Option<Variable<'_>> {
     if u16_at(header, 0)? != BEGIN {
         return None;
     }
+    let (state, attributes) = (*header.get(2)?, u32_at(header, 4)?);
     let (name, data) = (u32_at(header, 36)?, u32_at(header, 40)?);
-    // A header of which only a part was written before the power went: flash memory that was not written to.
-    let unwritten = [name, data].contains(&usize::try_from(u32::MAX).ok()?);
+    // A header that was not complete before the power went, in flash memory that was not written to: the firmware takes it to have
+    // neither a name nor data, whatever its lengths are (edk2's `NameSizeOfVariable`), and writes the next variable right behind it.
+    let unwritten =
+        state == 0xff || [attributes, name, data].contains(&usize::try_from(u32::MAX).ok()?);
     let (name, data) = if unwritten { (0, 0) } else { (name, data) };
     let begin = at.checked_add(HEADER)?;
     let end = begin.checked_add(name)?.checked_add(data)?;
     Some(Variable {
-        state: *header.get(2)?,
+        state,
         owner: header.get(44..HEADER)?,
         name: part(variables, begin, name)?,
         data,
@@ -258,6 +260,7 @@ mod tests {
             let header = &mut volume[at..at + HEADER];
             header[..2].copy_from_slice(&BEGIN.to_le_bytes());
             header[2] = *state;
+            header[4..8].copy_from_slice(&7_u32.to_le_bytes());
             header[36..40].copy_from_slice(&u32::try_from(name.len()).unwrap().to_le_bytes());
             header[40..44].copy_from_slice(&u32::try_from(data.len()).unwrap().to_le_bytes());
             header[44..].copy_from_slice(owner);
@@ -285,9 +288,12 @@ mod tests {
         assert_eq!(has_platform_key(&store(&[key(0x3c), BOOT])), Some(false));
         assert_eq!(has_platform_key(&store(&[(0x3f, STORE, PLATFORM_KEY, &[7])])), Some(false));
         assert_eq!(has_platform_key(&store(&[(0x3f, GLOBAL, PLATFORM_KEY, &[])])), Some(false));
-        // After one whose lengths were not written.
+        // After one whose lengths were not written, and after one that has lengths and was not said to be there.
         let mut torn = store(&[(0xff, GLOBAL, &[], &[]), key(0x3f)]);
         torn[136..144].fill(0xff);
+        assert_eq!(has_platform_key(&torn), Some(true));
+        torn[136..140].copy_from_slice(&10_u32.to_le_bytes());
+        torn[140..144].copy_from_slice(&400_u32.to_le_bytes());
         assert_eq!(has_platform_key(&torn), Some(true));
     }
 
