@@ -2,6 +2,7 @@
 
 use vmseal_api::boot::BootDevice;
 use vmseal_api::hardware::{Firmware, MemoryBacking, OnCrash};
+use vmseal_api::nic::{NicLink, NicModel};
 
 use super::*;
 
