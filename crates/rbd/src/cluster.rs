@@ -1,6 +1,8 @@
 //! A connection to a Ceph cluster, and a pool of it with its objects.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+mod change;
+
+use std::ffi::{CStr, CString, c_char};
 use std::io;
 use std::ptr;
 use std::sync::Arc;
@@ -11,9 +13,10 @@ use vmseal_secret::cephx::CephxKey;
 
 use crate::channel::budget;
 use crate::library::{
-    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados,
-    WriteOperation, load, loaded,
+    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, load, loaded,
 };
+
+pub(crate) use self::change::Change;
 
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
@@ -469,9 +472,9 @@ impl Pool {
         let bytes = value.as_bytes();
         // SAFETY: the operation is open, the texts outlive the calls.
         unsafe {
-            (rados.rados_write_op_create)(change.0, CREATE_IDEMPOTENT, ptr::null());
+            (rados.rados_write_op_create)(change.operation(), CREATE_IDEMPOTENT, ptr::null());
             let start = bytes.as_ptr().cast::<c_char>();
-            (rados.rados_write_op_setxattr)(change.0, name.as_ptr(), start, bytes.len());
+            (rados.rados_write_op_setxattr)(change.operation(), name.as_ptr(), start, bytes.len());
         }
         change.carry_out(self, &object)
     }
@@ -486,7 +489,7 @@ impl Pool {
         // SAFETY: the operation is open.
         unsafe {
             let create = loaded().rados.rados_write_op_create;
-            create(change.0, CREATE_IDEMPOTENT, ptr::null());
+            create(change.operation(), CREATE_IDEMPOTENT, ptr::null());
         }
         change.carry_out(self, &object)
     }
@@ -510,20 +513,30 @@ impl Pool {
         let change = Change::new();
         // SAFETY: the operation is open; all texts and numbers outlive its end.
         unsafe {
-            (rados.rados_write_op_create)(change.0, CREATE_IDEMPOTENT, ptr::null());
+            (rados.rados_write_op_create)(change.operation(), CREATE_IDEMPOTENT, ptr::null());
             for (key, result) in absent.iter().zip(&mut compared) {
                 // A key that is not there compares as an empty value; none of ours is empty.
                 let (nothing, to) = (c"".as_ptr(), &raw mut *result);
                 let compare = rados.rados_write_op_omap_cmp;
-                compare(change.0, key.as_ptr(), COMPARE_EQUAL, nothing, 0, to);
+                compare(change.operation(), key.as_ptr(), COMPARE_EQUAL, nothing, 0, to);
             }
             if !removed.is_empty() {
-                (rados.rados_write_op_omap_rm_keys)(change.0, removed.as_ptr(), removed.len());
+                (rados.rados_write_op_omap_rm_keys)(
+                    change.operation(),
+                    removed.as_ptr(),
+                    removed.len(),
+                );
             }
             if !key_starts.is_empty() {
                 let (keys, values, lengths) =
                     (key_starts.as_ptr(), values.as_ptr(), lengths.as_ptr());
-                (rados.rados_write_op_omap_set)(change.0, keys, values, lengths, what.set.len());
+                (rados.rados_write_op_omap_set)(
+                    change.operation(),
+                    keys,
+                    values,
+                    lengths,
+                    what.set.len(),
+                );
             }
         }
         let done = change.carry_out(self, &object);
@@ -751,40 +764,6 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // SAFETY: nothing uses it any more.
         unsafe { (loaded().rados.rados_ioctx_destroy)(self.io) }
-    }
-}
-
-/// Changes to one object, collected.
-pub(crate) struct Change(WriteOperation);
-
-impl Change {
-    pub(crate) fn new() -> Self {
-        // SAFETY: it is released when this is dropped.
-        Self(unsafe { (loaded().rados.rados_create_write_op)() })
-    }
-
-    /// The operation, open for as long as this lives.
-    pub(crate) fn operation(&self) -> WriteOperation {
-        self.0
-    }
-
-    fn carry_out(self, pool: &Pool, object: &CStr) -> io::Result<()> {
-        self.carry_out_with(pool, object, NO_FLAGS)
-    }
-
-    /// The same with flags of the library (`LIBRADOS_OPERATION_...`).
-    pub(crate) fn carry_out_with(self, pool: &Pool, object: &CStr, flags: c_int) -> io::Result<()> {
-        let operate = loaded().rados.rados_write_op_operate;
-        // SAFETY: the operation and the pool are open.
-        checked(unsafe { operate(self.0, pool.io, object.as_ptr(), ptr::null_mut(), flags) })
-            .map(drop)
-    }
-}
-
-impl Drop for Change {
-    fn drop(&mut self) {
-        // SAFETY: it is open until now.
-        unsafe { (loaded().rados.rados_release_write_op)(self.0) }
     }
 }
 
