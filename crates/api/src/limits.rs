@@ -28,3 +28,12 @@ pub const PANIC_DUMPS_MAX: usize = 4;
 
 /// The most snapshots of a VM: a tree that people can still read.
 pub const SNAPSHOTS_MAX: usize = 64;
+
+/// The longest description of a VM, in bytes: some paragraphs.
+pub const DESCRIPTION_MAX: usize = 4096;
+
+/// The most labels of a VM.
+pub const LABELS_MAX: usize = 64;
+
+/// The longest key or value of a label, in bytes.
+pub const LABEL_MAX: usize = 63;

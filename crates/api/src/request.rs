@@ -12,7 +12,9 @@ use crate::drain::OnDrain;
 use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{ContractRange, DatastoreLocation};
-pub use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+pub use crate::limits::{
+    DESCRIPTION_MAX, DISK_SIZE_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
+};
 use crate::migration::MigrationEncryption;
 use crate::osd_encryption::StatedOsds;
 use crate::passphrase::SealedPassphrase;
@@ -31,15 +33,6 @@ pub const DISKS_MAX: usize = crate::filter::DISKS_MAX;
 
 /// The smallest disk, in bytes.
 pub const DISK_SIZE_MIN: u64 = 1 << 20;
-
-/// The longest description of a VM, in bytes: some paragraphs.
-pub const DESCRIPTION_MAX: usize = 4096;
-
-/// The most labels of a VM.
-pub const LABELS_MAX: usize = 64;
-
-/// The longest key or value of a label, in bytes.
-pub const LABEL_MAX: usize = 63;
 
 /// Changes what a process logs, until it ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

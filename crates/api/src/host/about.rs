@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::request::{DESCRIPTION_MAX, LABEL_MAX, LABELS_MAX};
+use crate::limits::{DESCRIPTION_MAX, LABEL_MAX, LABELS_MAX};
 
 /// What users say of a VM, for the descriptors on its datastores.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
