@@ -104,7 +104,7 @@ fn settle_with(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<(), Pro
 /// the generation that the guest came with, if it came from another host. Blocks.
 ///
 /// # Errors
-/// `wrong-state` where an earlier version started the TPM; as [`settle`].
+/// `wrong-state` where an earlier version started the TPM, and its lock could not be shared; as [`settle`].
 pub fn before_sent(spec: &VmSpec, disk: &DiskSpec, received: Option<u64>) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let image = home.image(disk.disk);
