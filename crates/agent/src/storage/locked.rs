@@ -159,7 +159,7 @@ pub fn lock_for_successors(file: &File) -> io::Result<()> {
 }
 
 /// Has the lock of an open file, which nobody else could have until now, be one that others may have beside it. Whoever wants it alone still
-/// waits for all of them.
+/// waits for all of them. A copy of another process' descriptor is the same open file.
 ///
 /// # Errors
 /// Those of the file system; `WouldBlock` where another process has it alone.

@@ -104,7 +104,7 @@ fn settle_with(spec: &VmSpec, disk: &DiskSpec, access: Access) -> Result<(), Pro
 /// the generation that the guest came with, if it came from another host. Blocks.
 ///
 /// # Errors
-/// `wrong-state` where an earlier version started the TPM; as [`settle`].
+/// `wrong-state` where an earlier version started the TPM, and its lock could not be shared; as [`settle`].
 pub fn before_sent(spec: &VmSpec, disk: &DiskSpec, received: Option<u64>) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let image = home.image(disk.disk);
@@ -127,8 +127,11 @@ pub fn before_sent(spec: &VmSpec, disk: &DiskSpec, received: Option<u64>) -> Res
 /// # Errors
 /// As [`of`].
 pub fn drop_debris(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
-    let arriving = Home::of(&disk.datastore, spec.vm)?.arriving_tpms(disk.disk)?;
-    if arriving.is_empty() {
+    let home = Home::of(&disk.datastore, spec.vm)?;
+    let arriving = home.arriving_tpms(disk.disk)?;
+    // Where nothing else is left of what the TPM keeps, one of them may be that: the lease is beside the VM's first disk, and its name is
+    // lost with a move of that.
+    if arriving.is_empty() || tpm_state::read(&home.tpm_state(disk.disk)).is_err() {
         return Ok(());
     }
     let named = lease::tpm(spec)?;

@@ -1,6 +1,8 @@
 //! The TPM of a running VM: started before QEMU, watched, and waited for when QEMU has ended.
 
-use std::fs::File;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -123,6 +125,29 @@ impl Tpm {
             Some(process) => Self::Lives(process, OnceLock::new()),
             None => Self::Ended("ended while no agent was there".to_owned()),
         })
+    }
+
+    /// Copies of its descriptors of files with this name.
+    ///
+    /// # Errors
+    /// Those of the system, such as that this process may not have them.
+    pub fn descriptors(&self, name: &OsStr) -> io::Result<Vec<File>> {
+        let Self::Lives(process, _) = self else { return Ok(Vec::new()) };
+        let mut found = Vec::new();
+        for entry in fs::read_dir(format!("/proc/{}/fd", process.pid()))? {
+            let entry = entry?;
+            // It may have closed it meanwhile.
+            let Ok(target) = fs::read_link(entry.path()) else { continue };
+            let number = entry.file_name().to_str().and_then(|number| number.parse().ok());
+            let Some(number) = number.filter(|_| target.file_name() == Some(name)) else {
+                continue;
+            };
+            match process.descriptor(number) {
+                Err(error) if error.raw_os_error() == Some(libc::EBADF) => {}
+                copy => found.push(File::from(copy?)),
+            }
+        }
+        Ok(found)
     }
 
     /// Whether it has ended under its guest.

@@ -141,6 +141,14 @@ fn a_migration_that_fails_leaves_nothing_and_takes_nothing() {
     keep(&bench.of(gone), "debris");
     drop_debris(&bench.spec, disk).unwrap();
     assert!(!bench.of(gone).exists());
+    // The lease has lost the name of all that is left.
+    lease::take(&bench.spec, 9).unwrap();
+    tpm_state::remove(&bench.plain()).unwrap();
+    settle_at_rest(&bench.spec, disk).unwrap();
+    assert!(bench.of(other).exists());
+    keep(&bench.plain(), "restored");
+    settle_at_rest(&bench.spec, disk).unwrap();
+    assert_eq!((bench.kept().as_str(), bench.arriving()), ("restored", 0));
 }
 
 #[test]

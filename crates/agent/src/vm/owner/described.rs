@@ -67,17 +67,20 @@ impl Owner {
                 let _ = before.await;
             }
             let write = move || {
-                let mut other_key: Option<String> = None;
+                let (mut other_key, mut unread): (Option<String>, bool) = (None, false);
                 for place in places.values() {
                     let Err(problem) = describe_at(place, &spec, kek.as_ref()) else { continue };
                     if problem.code == ErrorCode::KeyMismatch {
                         other_key = other_key.or(Some(problem.detail));
                     } else {
+                        unread = true;
                         tracing::warn!(vm = %spec.vm, %problem, "its descriptor is not up to date");
                     }
                 }
                 let told = tell.borrow().clone();
-                if told != other_key {
+                // A datastore that cannot be read does not say that the contradiction is over.
+                let is_known = other_key.is_some() || !unread;
+                if is_known && told != other_key {
                     if let Some(why) = &other_key {
                         tracing::warn!(vm = %spec.vm, why, "its descriptor is left as it is");
                     }
@@ -97,10 +100,12 @@ impl Owner {
         Some(Notice { code: NoticeCode::KeyDiffers, disk: None, detail })
     }
 
-    /// Tries again to write the descriptors that were left as they are: the headers may have changed since.
+    /// Tries again to write the descriptors that were left as they are: the headers may have changed since. Not while they are being
+    /// written: each attempt has the key, and would wait for all before it where a datastore does not answer.
     pub(super) fn describe_if_left(&mut self) {
         let left = self.other_key.borrow().is_some();
-        if left {
+        let writes = self.describing.as_ref().is_some_and(|describing| !describing.is_finished());
+        if left && !writes {
             self.describe();
         }
     }

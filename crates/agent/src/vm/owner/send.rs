@@ -8,6 +8,8 @@
 //! ```
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
+use std::ffi::OsStr;
+
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, SendJob, StopReason};
 use vmseal_api::id::{DiskId, TaskId};
@@ -20,6 +22,7 @@ use crate::rules;
 use crate::rules::exclusion::Action;
 use crate::rules::find_disk;
 use crate::storage::lease;
+use crate::storage::locked::share_lock;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::storage::tpm_place;
@@ -117,7 +120,15 @@ impl Owner {
             return Ok(());
         };
         let (spec, received) = (self.spec.clone(), running.live.received);
-        let prepare = move || tpm_place::before_sent(&spec, &disk, received);
+        let images = running.tpm.descriptors(OsStr::new(&format!("{}.raw", disk.disk)));
+        let prepare = move || {
+            // An earlier version has started it with the image's lock alone. That is the lock of each copy of its descriptor.
+            let shared = images.and_then(|images| images.iter().try_for_each(share_lock));
+            if let Err(error) = shared {
+                tracing::info!(vm = %spec.vm, %error, "the lock of the TPM's disk stays as it is");
+            }
+            tpm_place::before_sent(&spec, &disk, received)
+        };
         spawn_blocking(prepare).await.map_err(internal)?
     }
 
