@@ -129,12 +129,17 @@ impl OsdFacts {
                 ". If they are encrypted in another way than by ceph-volume, state it: vmseal datastore set {datastore} --osd-encryption yes"
             ),
             (None, Some(OsdEncryption::Unknown { why: OsdsUnknown::NotAllowed })) => format!(
-                ". Allow it, with what else the user may do ({}), and mount the pool anew (vmseal datastore remount {datastore}); or state it: vmseal datastore set {datastore} --osd-encryption yes",
+                ". Allow it, with what else the user may do ({}), and have a host mount the pool anew (vmseal datastore remount {datastore} --host HOST); or state it: vmseal datastore set {datastore} --osd-encryption yes",
                 caps(pool)
             ),
             (None, Some(OsdEncryption::Unknown { why: OsdsUnknown::EarlierVersion })) => {
-                format!(". Mount the pool anew: vmseal datastore remount {datastore}")
+                format!(
+                    ". Have a host mount the pool anew: vmseal datastore remount {datastore} --host HOST"
+                )
             }
+            (None, None) => format!(
+                ". Ask again in a minute, or, where agents are of an earlier version, upgrade vmseal on a host that has it; or state it: vmseal datastore set {datastore} --osd-encryption yes"
+            ),
             _ => format!(
                 ". Ask again in a minute, or state it: vmseal datastore set {datastore} --osd-encryption yes"
             ),
@@ -346,7 +351,7 @@ mod tests {
         assert!(refused.contains("--osd-encryption ask"), "{refused}");
         let earlier = OsdEncryption::Unknown { why: OsdsUnknown::EarlierVersion };
         let refused = lacking(None, Some(earlier)).unwrap();
-        assert!(refused.contains("vmseal datastore remount ceph"), "{refused}");
+        assert!(refused.contains("vmseal datastore remount ceph --host"), "{refused}");
         assert!(lacking(None, None).unwrap().contains("not asked yet"));
     }
 

@@ -11,7 +11,7 @@ use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::DatastoreSpec;
 use vmseal_api::id::{DatastoreId, VmId};
 
-use crate::storage::datastore;
+use crate::storage::{datastore, pool};
 
 /// How long a file system may take to report its room; one that works answers at once.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -23,6 +23,11 @@ pub struct Measuring(Arc<Mutex<HashSet<DatastoreId>>>);
 impl Measuring {
     /// Measures a datastore.
     pub async fn measure(&self, spec: DatastoreSpec) -> DatastoreCondition {
+        // Also where an earlier measurement hangs: who mounts the pool when what serves it has ended is to do so by the way of now.
+        if spec.location.pool().is_some_and(|pool| pool.changed.is_some()) {
+            let location = spec.location.clone();
+            drop(spawn_blocking(move || pool::note_way(&location)).await);
+        }
         self.measure_by(spec, datastore::condition, TIMEOUT).await
     }
 
@@ -111,6 +116,24 @@ mod tests {
             assert!(std::time::Instant::now() < give_up, "the datastore is never measured again");
             tokio::time::sleep(short).await;
         }
+    }
+
+    #[tokio::test]
+    async fn another_way_to_a_pool_is_known_while_an_earlier_measurement_hangs() {
+        let path = std::path::Path::new("/a/pool/whose/measurement/hangs");
+        let way = |monitors: &str, changed| {
+            let (monitors, pool) = (monitors.to_owned(), crate::storage::pool::tests::pool());
+            vmseal_api::datastore::RbdPool { monitors, changed, ..pool }
+        };
+        let (former, now) =
+            (way("v2:10.0.0.1:3300", None), way("v2:10.0.0.2:3300", Some(jiff::Timestamp::now())));
+        let location = DatastoreLocation::Rbd { path: path.into(), pool: Box::new(now.clone()) };
+        let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let measuring = Measuring::default();
+        measuring.0.lock().unwrap().insert(spec.datastore);
+        let condition = measuring.measure(spec).await;
+        assert!(matches!(condition, DatastoreCondition::Unavailable { .. }), "{condition:?}");
+        assert_eq!(pool::latest(path, &former).monitors, now.monitors);
     }
 
     #[tokio::test]

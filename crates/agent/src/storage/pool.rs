@@ -66,6 +66,8 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
     }
     let mounting = mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
+    // Others may have tried a former way for long meanwhile.
+    let pool = &latest(path, pool);
     if is_mounted_now(path).map_err(|Silent| hung(path))? {
         let served = served_by_now(path).map_err(|Silent| hung(path))?;
         return check_messenger(path, pool, served.and_then(|it| it.messenger));
@@ -79,6 +81,13 @@ pub fn mount(path: &Path, pool: &RbdPool) -> Result<(), Problem> {
 pub(super) fn latest(path: &Path, pool: &RbdPool) -> RbdPool {
     let records = PROGRAM.get().map(|(_, run_dir)| run_dir.join("rbd"));
     pool_ways::latest(records.as_deref(), path, pool)
+}
+
+/// Notes by which way a pool is to be mounted, where that is news.
+pub(super) fn note_way(location: &DatastoreLocation) {
+    if let DatastoreLocation::Rbd { path, pool } = location {
+        latest(path, pool);
+    }
 }
 
 /// Forgets by which way the pool that was mounted there was reached: another one may be mounted there.
@@ -102,7 +111,7 @@ pub(crate) fn check_messenger(
     }
     let (path, pool) = (path.display(), &pool.pool);
     let what = format!(
-        "the pool '{pool}' is mounted at {path} over connections that are not encrypted (messenger 'crc'), and the datastore has 'secure': somebody has mounted it by hand. Have it mounted anew (vmseal datastore remount), or unmount it (umount {path})"
+        "the pool '{pool}' is mounted at {path} over connections that are not encrypted (messenger 'crc'), and the datastore has 'secure': somebody has mounted it by hand. Have it mounted anew (vmseal datastore remount --host), or unmount it (umount {path})"
     );
     Err(Problem::new(ErrorCode::WrongState, what))
 }

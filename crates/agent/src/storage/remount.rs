@@ -8,13 +8,14 @@
 //! The filters whose disks it serves end with the first one, and are started again, as when it dies by itself. So an agent that dies in
 //! between leaves what the death of `vmseal-rbd` leaves: the next one mounts the pool when something of it is needed.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
-use std::sync::PoisonError;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -41,6 +42,10 @@ const LEFT_MIN: Duration = Duration::from_secs(25);
 
 /// How long the cluster may take to answer somebody new: one that is well does within a second.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// One lock per mount point for trials, which have one log. It is apart from that of those who mount: where the way that is known leads nowhere,
+/// they hold theirs for half a minute each, one after the other, and it is then that another way has to be tried.
+static TRYING: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
 
 /// How long a process that is killed may take to end, in milliseconds.
 const DEATH_MILLISECONDS: u16 = pool::DEATH_TIMEOUT.as_millis() as u16;
@@ -119,11 +124,13 @@ fn try_way_by(
     // A key that is given counts, whatever file there is on the host.
     let keyring = pool.keyring.clone().filter(|_| key.is_none());
     let given = RbdPool { keyring, ..pool.clone() };
-    // Trials of a pool have one log.
-    let mounting = pool::mounting(path);
-    let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    check_time(pool, give_up)?;
-    try_to_connect(program, path, &given, (key, cluster)).map_err(|what| {
+    let tried = {
+        let trying = trying(path);
+        let _trying = trying.lock().unwrap_or_else(PoisonError::into_inner);
+        check_time(pool, give_up)?;
+        try_to_connect(program, path, &given, (key, cluster))
+    };
+    tried.map_err(|what| {
         let pool = &pool.pool;
         let failed = match cluster {
             Some(_) => format!("the pool '{pool}' cannot be used in this way"),
@@ -132,6 +139,12 @@ fn try_way_by(
         let what = format!("{failed} (nothing was changed). {what}");
         Problem::new(ErrorCode::Unreachable, what)
     })
+}
+
+/// The lock of the trials of a pool.
+fn trying(path: &Path) -> Arc<Mutex<()>> {
+    let mut all = TRYING.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(all.entry(path.to_owned()).or_default())
 }
 
 /// Has another process serve a pool by this program, which keeps its records there, if it has the time for that.
@@ -146,8 +159,13 @@ fn remount_by(
     // Filters that are started again meanwhile wait for the new mount.
     let mounting = pool::mounting(path);
     let _mounting = mounting.lock().unwrap_or_else(PoisonError::into_inner);
-    check_time(pool, give_up)?;
-    try_to_connect(program, path, pool, (key, None)).map_err(|what| {
+    let tried = {
+        let trying = trying(path);
+        let _trying = trying.lock().unwrap_or_else(PoisonError::into_inner);
+        check_time(pool, give_up)?;
+        try_to_connect(program, path, pool, (key, None))
+    };
+    tried.map_err(|what| {
         let pool = &pool.pool;
         let what =
             format!("the pool '{pool}' stays mounted as it is: nobody else could mount it. {what}");
@@ -276,7 +294,6 @@ pub(crate) mod tests {
     use std::fs::File;
     use std::os::fd::AsRawFd;
     use std::os::unix::process::{CommandExt, ExitStatusExt};
-    use std::path::PathBuf;
     use std::process::Command;
     use std::sync::mpsc;
 
@@ -348,6 +365,10 @@ pub(crate) mod tests {
         assert!(refused.detail.contains("cannot be used in this way"), "{refused}");
         assert!(refused.detail.contains("another cluster other"), "{refused}");
         try_it(None).unwrap_err();
+        // Whoever mounts the pool by a way that leads nowhere does not keep another one from being tried.
+        let mounting = pool::mounting(&place);
+        let _mounting = mounting.lock().unwrap();
+        try_it(Some("fsid")).unwrap();
     }
 
     /// When a remount that begins now gives up.

@@ -5,9 +5,13 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::DatastoreHost;
 use vmseal_api::model::{Datastore, Plan};
 
+use super::datastore_way;
 use crate::arguments::Output;
 use crate::print::plan;
 use crate::stream::say;
+
+/// Why no host mounts the pool anew, and how one does all the same: it may have another version of `vmseal-rbd`, or another right, by now.
+const NONE_DUE: &str = "each host uses the key that the server holds, and gets to the pool as it is to (--host HOST has one mount it anew all the same)";
 
 /// Has the hosts mount the pool anew that are to; the datastore afterwards, unless it was only a dry run, which is shown.
 pub async fn run(
@@ -31,11 +35,13 @@ pub async fn run(
             all.warnings.extend(planned.warnings);
         }
         if all.steps.is_empty() {
-            let nothing = "do nothing: each host uses the key that the server holds, and gets to the pool as it is to";
-            all.steps.push(nothing.to_owned());
+            all.steps.push(format!("do nothing: {NONE_DUE}"));
         }
         plan::show(output, &all)?;
         return Ok(None);
+    }
+    if hosts.is_empty() {
+        say(format!("nothing is done: {NONE_DUE}"));
     }
     for host in &hosts {
         let asked = server.post::<Datastore>(&of_host(host), &()).await;
@@ -46,11 +52,14 @@ pub async fn run(
     Ok(Some(datastore))
 }
 
-/// The hosts whose mounts are not known to use the key that the server holds, or are by a former way; all where it holds none.
+/// The hosts whose mounts are not known to use the key that the server holds, or may be by a former way; all where it holds none.
 fn due(datastore: &Datastore) -> Vec<String> {
     let is_current = |on: &&DatastoreHost| {
         on.mounted_key.as_ref().is_some_and(|it| it.current)
-            && on.mounted.as_ref().is_none_or(|it| it.current)
+            && match &on.mounted {
+                Some(mounted) => mounted.current,
+                None => !datastore_way::may_be_former(on),
+            }
     };
     let due = datastore.hosts.iter().filter(|on| !is_current(on));
     due.map(|on| on.host.clone()).collect()
@@ -90,6 +99,13 @@ mod tests {
         let way = MountedWay { messenger, cluster, current: false };
         mounted_otherwise.hosts[0].mounted = Some(way);
         assert_eq!(due(&mounted_otherwise), ["a", "b", "c"]);
+        // One that was mounted by an earlier version does not say it.
+        let mut changed = datastore.clone();
+        let DatastoreLocation::Rbd { pool, .. } = &mut changed.hosts[0].location else {
+            unreachable!()
+        };
+        pool.changed = Some("2026-01-01T00:00:00Z".parse().unwrap());
+        assert_eq!(due(&changed), ["a", "b", "c"]);
         let said: Vec<String> = of_hosts(&datastore).into_iter().map(|(_, line)| line).collect();
         assert_eq!(said[0], "host 'a': 22222222 (current)");
         assert!(said[1].starts_with("host 'b': 11111111, a former one, until"), "{said:?}");

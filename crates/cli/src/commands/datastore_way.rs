@@ -54,6 +54,12 @@ async fn user_of(
     user.with_context(|| format!("datastore '{}' is no pool of Ceph", datastore.name))
 }
 
+/// Whether a mount of which it is not said by which way it is may be by a former one: what serves it is of an earlier version, or the host was
+/// not asked yet.
+pub fn may_be_former(on: &DatastoreHost) -> bool {
+    on.mounted.is_none() && on.location.pool().is_some_and(|pool| pool.changed.is_some())
+}
+
 /// The way to the pool, and the hosts that have it mounted by another one.
 pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let way = |pool: &RbdPool| {
@@ -65,6 +71,13 @@ pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines.dedup();
     let name = &datastore.name;
     let former = |on: &DatastoreHost| {
+        if may_be_former(on) {
+            let host = &on.host;
+            let line = format!(
+                "host '{host}': it has not said by which one it has the pool mounted. A vmseal-rbd of an earlier version does not say it: vmseal datastore remount {name} --host {host}; guests wait for a second or two then"
+            );
+            return Some(("WAY", line));
+        }
         let mounted = on.mounted.as_ref().filter(|it| !it.current)?;
         let (host, messenger) = (&on.host, mounted.messenger.name());
         let line = format!(
@@ -94,12 +107,17 @@ mod tests {
         };
         let hosts = [on("a", Some(("secure", true))), on("b", Some(("crc", false))), on("c", None)];
         let id = "01890a5d-ac96-774b-bcce-b302099a8057";
-        let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts });
-        let said = of_hosts(&serde_json::from_value(datastore).unwrap());
+        let mut datastore = json!({ "id": id, "name": "ceph", "hosts": hosts });
+        let said = of_hosts(&serde_json::from_value(datastore.clone()).unwrap());
         let said: Vec<String> = said.into_iter().map(|(_, line)| line).collect();
         assert_eq!(said.len(), 2, "{said:?}");
         assert_eq!(said[0], "client.a by v2:10.0.0.1:3300 with messenger 'secure'");
         assert!(said[1].starts_with("host 'b': mounted by a former one, with messenger 'crc'"));
         assert!(said[1].contains("vmseal datastore remount ceph --host b"), "{said:?}");
+
+        datastore["hosts"][2]["location"]["pool"]["changed"] = json!("2026-01-01T00:00:00Z");
+        let said = of_hosts(&serde_json::from_value(datastore).unwrap());
+        let line = said.into_iter().map(|(_, line)| line).find(|it| it.contains("'c'")).unwrap();
+        assert!(line.contains("has not said by which one"), "{line}");
     }
 }

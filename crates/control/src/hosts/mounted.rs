@@ -7,7 +7,7 @@ use vmseal_api::host::HostAgent;
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::store::datastores::{self, Datastore};
+use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 use crate::store::{Store, StoreError};
@@ -23,14 +23,14 @@ pub(crate) async fn require_messenger(
     disks: &[Disk],
 ) -> Result<(), Problem> {
     policy.require_messenger(disks)?;
-    let open = mounted_in_the_clear(from, policy, host, disks).await?;
+    let open = mounted_in_the_clear(from, policy, host, disks, is_open).await?;
     open.first().map_or(Ok(()), |datastore| Err(refusal(policy, host, datastore)))
 }
 
-/// The same as it is now: a host whose mount was noted as open says whether it still is.
+/// The same as it is now: a host whose mount was noted as open, or may be by a former way, says whether it is.
 ///
 /// # Errors
-/// `wrong-state`, with what may be done; the host's.
+/// `wrong-state`, with what may be done; `unreachable` where the datastore does not answer; the host's.
 pub(crate) async fn require_messenger_now(
     store: &Store,
     agent: &dyn HostAgent,
@@ -39,28 +39,49 @@ pub(crate) async fn require_messenger_now(
     disks: &[Disk],
 ) -> Result<(), Problem> {
     policy.require_messenger(disks)?;
-    let noted = mounted_in_the_clear(&mut *store.read().await?, policy, host, disks).await?;
+    let may_be = |on: &OnHost| is_open(on) || may_be_former(on);
+    let mut read = store.read().await?;
+    let noted = mounted_in_the_clear(&mut read, policy, host, disks, may_be).await?;
+    drop(read);
     for datastore in noted {
         let Some(spec) = datastore.spec_on(host) else { continue };
-        let condition = agent.measure_datastore(spec).await?;
-        let is_secure = matches!(
-            &condition,
+        match agent.measure_datastore(spec).await? {
             DatastoreCondition::Available { mount: Some(mount), .. }
-                if mount.messenger == Messenger::Secure
-        );
-        if !is_secure {
-            return Err(refusal(policy, host, &datastore));
+                if mount.messenger == Messenger::Secure => {}
+            DatastoreCondition::Available { .. } => {
+                return Err(refusal(policy, host, &datastore));
+            }
+            // Also where somebody else measures it just now: it is asked again.
+            DatastoreCondition::Unavailable { detail } => {
+                let detail = format!("datastore '{}': {detail}", datastore.name);
+                return Err(Problem::new(ErrorCode::Unreachable, detail));
+            }
+            DatastoreCondition::WrongMark { detail } => {
+                let detail = format!("datastore '{}': {detail}", datastore.name);
+                return Err(Problem::new(ErrorCode::WrongState, detail));
+            }
         }
     }
     Ok(())
 }
 
-/// The datastores of these disks that the host has mounted with open connections, as it was last told, where the policy wants others.
+/// Whether a host has a pool mounted with open connections, as it was last told.
+pub(crate) fn is_open(on: &OnHost) -> bool {
+    on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure)
+}
+
+/// Whether a mount of which nothing is known may be by a former way: what serves it may be of an earlier version, which does not say it.
+fn may_be_former(on: &OnHost) -> bool {
+    on.mount.is_none() && on.location.pool().is_some_and(|pool| pool.changed.is_some())
+}
+
+/// The datastores of these disks that the host has mounted with open connections, as `is_open` says, where the policy wants others.
 async fn mounted_in_the_clear(
     from: &mut SqliteConnection,
     policy: &Policy,
     host: HostId,
     disks: &[Disk],
+    is_open: fn(&OnHost) -> bool,
 ) -> Result<Vec<Datastore>, StoreError> {
     let in_pool = |disk: &Disk| disk.datastore.location.pool().is_some();
     if policy.messenger != Some(Messenger::Secure) || !disks.iter().any(in_pool) {
@@ -68,18 +89,24 @@ async fn mounted_in_the_clear(
     }
     let mut here = datastores::of_host(from, host).await?;
     here.retain(|datastore| {
-        let mount = datastore.on(host).and_then(|on| on.mount.as_ref());
-        mount.is_some_and(|it| it.messenger != Messenger::Secure)
+        datastore.on(host).is_some_and(is_open)
             && disks.iter().any(|disk| disk.datastore.datastore == datastore.id)
     });
     Ok(here)
 }
 
 fn refusal(policy: &Policy, host: HostId, datastore: &Datastore) -> Problem {
-    let host = datastore.on(host).map_or("", |on| on.host_name.as_str());
+    let (name, on) = (&datastore.name, datastore.on(host));
+    let host = on.map_or("", |on| on.host_name.as_str());
+    let how = match on.and_then(|on| on.mount.as_ref()) {
+        Some(_) => format!("still has datastore '{name}' mounted with messenger 'crc'"),
+        None => format!(
+            "does not say how it has datastore '{name}' mounted, as what serves it is of an earlier version"
+        ),
+    };
     let detail = format!(
-        "policy '{}' has disks in pools of Ceph only where connections are encrypted, and host '{host}' still has datastore '{1}' mounted with messenger 'crc': mount it anew (vmseal datastore remount {1})",
-        policy.name, datastore.name
+        "policy '{}' has disks in pools of Ceph only where connections are encrypted, and host '{host}' {how}: mount it anew (vmseal datastore remount {name} --host {host})",
+        policy.name
     );
     Problem::new(ErrorCode::WrongState, detail)
 }

@@ -249,6 +249,14 @@ pub(super) async fn set(
     let mut write = services.store.write().await?;
     let found = datastores::find(&mut write, &before.id.to_string()).await?;
     let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let is_other = |on: &OnHost| before.on(on.host).is_some_and(|it| it.location != on.location);
+    if datastore.hosts.iter().any(is_other) {
+        let detail = format!(
+            "how hosts get to datastore '{}' was changed while the key was tried: it is not kept. Try again",
+            datastore.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     let hosts = datastore.hosts.clone();
     let holders = holders(&datastore.name, &hosts)?;
     let warnings = trial.warnings(&datastore.name, dry_run);

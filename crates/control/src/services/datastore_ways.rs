@@ -77,7 +77,7 @@ pub(super) async fn set(
     try_on_all(services, &before, &changed, &keys, &cluster).await?;
 
     let mut write = services.store.write().await?;
-    require_same(&mut write, &before).await?;
+    require_same(&mut write, &before, keys.held.is_some()).await?;
     for on in &changed {
         datastores::set_location(&mut write, before.id, on.host, &on.location).await?;
     }
@@ -241,7 +241,7 @@ fn cluster_of(datastore: &Datastore) -> Result<String, Problem> {
     let known = datastore.hosts.iter().find_map(|on| on.mount.as_ref());
     known.map(|mount| mount.cluster.clone()).ok_or_else(|| {
         let detail = format!(
-            "no host has said yet which cluster datastore '{0}' is in, so that another one would not be noticed: have the pool mounted anew (vmseal datastore remount {0}), and try again",
+            "no host has said yet which cluster datastore '{0}' is in, so that another one would not be noticed: have a host that has it mount the pool anew (vmseal datastore remount {0} --host HOST), and try again",
             datastore.name
         );
         Problem::new(ErrorCode::WrongState, detail)
@@ -274,14 +274,21 @@ async fn try_on_all(
     Ok(())
 }
 
-/// Refuses what was not tried: hosts may have come and gone meanwhile, and others may have changed the datastore.
-async fn require_same(write: &mut Write<'_>, before: &Datastore) -> Result<(), Problem> {
+/// Refuses what was not tried: hosts may have come and gone meanwhile, and others may have changed the datastore, or the key that it was tried
+/// with.
+async fn require_same(
+    write: &mut Write<'_>,
+    before: &Datastore,
+    with_held: bool,
+) -> Result<(), Problem> {
     let now = datastores::find(write, &before.id.to_string()).await?;
     let now = now.ok_or_else(|| Problem::not_found("datastore", &before.name))?;
     let places = |of: &Datastore| {
         of.hosts.iter().map(|on| (on.host, on.location.clone())).collect::<Vec<_>>()
     };
-    if places(&now) == places(before) {
+    // One of an earlier version gets its fingerprint when it is used.
+    let other_key = with_held && before.key.is_some() && now.key != before.key;
+    if places(&now) == places(before) && !other_key {
         return Ok(());
     }
     let detail = format!(

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::Messenger;
-use vmseal_api::host::DatastoreLocation;
-use vmseal_api::id::{DatastoreId, DiskId};
+use vmseal_api::id::{DatastoreId, DiskId, HostId};
 use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::store::datastores::{self, Datastore, OnHost};
+use crate::hosts::mounted;
+use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 
@@ -67,26 +67,19 @@ pub(crate) async fn require(
 
 /// Why disks of VMs that have a policy may not get to a datastore of a host to which they move, for people: for its connections, or its
 /// OSDs. None where they may.
-pub(super) fn refusal(
-    policy: &Policy,
-    datastore: &Datastore,
-    location: &DatastoreLocation,
-) -> Option<String> {
-    let pool = location.pool()?;
+pub(super) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> Option<String> {
+    let on = datastore.on(host)?;
+    let pool = on.location.pool()?;
     if policy.messenger == Some(Messenger::Secure) && pool.messenger != Messenger::Secure {
         return Some(format!(
             "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it has messenger 'crc'",
             policy.name
         ));
     }
-    let is_open = |on: &OnHost| {
-        let mounted = on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure);
-        mounted && on.location == *location
-    };
-    if policy.messenger == Some(Messenger::Secure) && datastore.hosts.iter().any(is_open) {
+    if policy.messenger == Some(Messenger::Secure) && mounted::is_open(on) {
         return Some(format!(
-            "policy '{}' has disks in pools of Ceph only where connections are encrypted, and it is still mounted with messenger 'crc': mount it anew (vmseal datastore remount {})",
-            policy.name, datastore.name
+            "policy '{}' has disks in pools of Ceph only where connections are encrypted, and host '{2}' still has it mounted with messenger 'crc': mount it anew (vmseal datastore remount {1} --host {2})",
+            policy.name, datastore.name, on.host_name
         ));
     }
     let facts = &datastore.osds.facts;

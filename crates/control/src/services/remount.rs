@@ -4,11 +4,13 @@
 //! new one, or has it not mounted; the agent mounts it when a disk there is needed, and an operator may repeat the request.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use sqlx::SqliteConnection;
-use vmseal_api::datastore::{DatastoreCondition, RbdPool};
+use tokio::time::{sleep, timeout};
+use vmseal_api::datastore::{DatastoreCondition, MountFacts, RbdPool};
 use vmseal_api::host::version::REMOUNT_POOLS;
-use vmseal_api::host::{Power, Remount};
+use vmseal_api::host::{DatastoreSpec, HostAgent, Power, Remount};
 use vmseal_api::id::VmId;
 use vmseal_api::model::{Datastore, Plan, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -22,6 +24,12 @@ use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 use crate::store::tasks::Task;
 use crate::store::{exposures, tasks, vms};
+
+/// How long it is waited for what a host says of its new mount: the caller waits for the remount, too.
+const ANSWERED: Duration = Duration::from_secs(5);
+
+/// The pause before a host is asked for that again.
+const AGAIN: Duration = Duration::from_millis(200);
 
 /// Has a host mount a pool anew. A dry run sees whether the cluster takes the key, and says which guests stand still.
 pub async fn remount(
@@ -58,14 +66,13 @@ pub async fn remount(
     }
     let mounted_key = agent.remount_datastore(remount).await.map_err(here)?;
     // It is mounted anew whether this is answered or not, and is asked about again soon.
-    let mount = match agent.measure_datastore(spec).await {
-        Ok(DatastoreCondition::Available { mount, .. }) => mount,
-        _ => None,
-    };
+    let mount = timeout(ANSWERED, mounted(&*agent, &spec)).await;
     let mut write = services.store.write().await?;
     let key = mounted_key.as_deref();
     datastores::set_mounted_key(&mut write, datastore.id, on.host, key).await?;
-    datastores::set_mount(&mut write, datastore.id, on.host, mount.as_ref()).await?;
+    if let Ok(mount) = mount {
+        datastores::set_mount(&mut write, datastore.id, on.host, mount.as_ref()).await?;
+    }
     let (kind, target) = ("datastore.remounted", datastore.name.as_str());
     let with = key.map_or_else(String::new, |key| format!(", with key {key}"));
     let detail = format!("on host '{}'{with}", on.host_name);
@@ -74,6 +81,19 @@ pub async fn remount(
     let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
     write.commit().await?;
     Ok(Outcome::Done(shown(now)))
+}
+
+/// How a host that has just mounted a pool has mounted it. Where the host is asked for the same by others it is asked again: they may have waited
+/// for the mount, and an agent answers one of them.
+async fn mounted(agent: &dyn HostAgent, spec: &DatastoreSpec) -> Option<MountFacts> {
+    loop {
+        if let Ok(DatastoreCondition::Available { mount, .. }) =
+            agent.measure_datastore(spec.clone()).await
+        {
+            return mount;
+        }
+        sleep(AGAIN).await;
+    }
 }
 
 /// Refuses directories, and a host whose agent cannot do it.

@@ -110,7 +110,7 @@ impl fmt::Display for Need {
             ),
             Self::Messenger { disk, pool } => write!(
                 f,
-                "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before that is moved, or the pool added with --messenger secure"
+                "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before the disk is moved, or hosts encrypt their connections (vmseal datastore set NAME --messenger secure, vmseal datastore remount NAME)"
             ),
             Self::Osds { disk, datastore, why } => write!(
                 f,

@@ -459,9 +459,7 @@ async fn room(
             why = format!("datastore '{}': {cannot}", datastore.name);
             continue;
         }
-        if let Some(refused) =
-            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
-        {
+        if let Some(refused) = policy.and_then(|policy| osds::refusal(policy, datastore, host.id)) {
             why = format!("datastore '{}': {refused}", datastore.name);
             continue;
         }

@@ -247,9 +247,7 @@ async fn roomiest(
             continue;
         }
         let Some(spec) = datastore.spec_on(host.id) else { continue };
-        if let Some(refused) =
-            policy.and_then(|policy| osds::refusal(policy, datastore, &spec.location))
-        {
+        if let Some(refused) = policy.and_then(|policy| osds::refusal(policy, datastore, host.id)) {
             why = format!("datastore '{}': {refused}", datastore.name);
             continue;
         }

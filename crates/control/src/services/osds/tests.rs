@@ -1,7 +1,7 @@
 //! A policy that asks for encrypted OSDs, and where disks are shown to be encrypted.
 
 use vmseal_api::datastore::{MountFacts, SetDatastore};
-use vmseal_api::host::Power;
+use vmseal_api::host::{DatastoreLocation, Power};
 use vmseal_api::id::VmId;
 use vmseal_api::model::TaskState;
 use vmseal_api::osd_encryption::{AskedOsds, OsdEncryption, OsdsUnknown, StatedOsds};
@@ -13,6 +13,7 @@ use crate::operation::Operation;
 use crate::services::caller::Caller;
 use crate::services::datastores as service;
 use crate::services::{Outcome, Services, mirror, set_policy, vms};
+use crate::store::datastores::OnHost;
 use crate::testing::Fixture;
 
 const ENCRYPTED: OsdEncryption = OsdEncryption::Yes { osds: 3 };
@@ -195,10 +196,10 @@ async fn a_pool_that_the_policy_does_not_allow_is_no_place_for_disks_that_move_w
     let mut read = bench.fixture.store.read().await.unwrap();
     let ceph = datastores::find(&mut read, "ceph").await.unwrap().unwrap();
     let policy = crate::store::policies::find(&mut read, "encrypted").await.unwrap().unwrap();
-    let place = &ceph.hosts[0].location;
-    assert_eq!(refusal(&policy, &ceph, place), None);
+    let host = bench.fixture.host;
+    assert_eq!(refusal(&policy, &ceph, host), None);
     let secure = Policy { messenger: Some(Messenger::Secure), ..policy.clone() };
-    assert!(refusal(&secure, &ceph, place).unwrap().contains("messenger 'crc'"));
+    assert!(refusal(&secure, &ceph, host).unwrap().contains("messenger 'crc'"));
     // It is to be reached with 'secure' now, and is mounted as it was.
     let mut changed = ceph.clone();
     let DatastoreLocation::Rbd { pool, .. } = &mut changed.hosts[0].location else {
@@ -208,15 +209,18 @@ async fn a_pool_that_the_policy_does_not_allow_is_no_place_for_disks_that_move_w
     pool.messenger = Messenger::Secure;
     let mounted = MountFacts { way, messenger: Messenger::Crc, cluster };
     changed.hosts[0].mount = Some(mounted);
-    let place_now = &changed.hosts[0].location;
-    assert!(refusal(&secure, &changed, place_now).unwrap().contains("still mounted"));
-    changed.hosts[0].mount = None;
-    assert_eq!(refusal(&secure, &changed, &changed.hosts[0].location), None);
+    assert!(refusal(&secure, &changed, host).unwrap().contains("still has it mounted"));
+    // Another host that shares it, at the same place, has mounted it anew.
+    let there = HostId::new();
+    let on = OnHost { host: there, mount: None, ..changed.hosts[0].clone() };
+    changed.hosts.push(on);
+    assert_eq!(refusal(&secure, &changed, there), None);
+    assert!(refusal(&secure, &changed, host).is_some());
     let required = Policy { osd_encryption: Some(AskedOsds::Required), ..policy };
-    assert!(refusal(&required, &ceph, place).unwrap().contains("not asked yet"));
+    assert!(refusal(&required, &ceph, host).unwrap().contains("not asked yet"));
     let mut encrypted = ceph.clone();
     encrypted.osds.facts.told = Some(ENCRYPTED);
-    assert_eq!(refusal(&required, &encrypted, place), None);
+    assert_eq!(refusal(&required, &encrypted, host), None);
     let local = datastores::find(&mut read, "local").await.unwrap().unwrap();
-    assert_eq!(refusal(&required, &local, &local.hosts[0].location), None);
+    assert_eq!(refusal(&required, &local, host), None);
 }
