@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
+use tokio::runtime::Runtime;
+use tokio::task::spawn_blocking;
 use vmseal_agent::contract::{self, BANNER, Fixture, write_image};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{
@@ -37,6 +39,30 @@ fn filter() -> PathBuf {
 }
 
 /// Directories of a host, and agents on it. Dropping an agent leaves its VMs running, as a crash does.
+/// An agent with threads of its own. Those of another one would go on with what it had begun.
+struct MortalAgent {
+    host: Arc<dyn HostAgent>,
+    runtime: Option<Runtime>,
+}
+
+impl MortalAgent {
+    /// Nothing of it is at work any more when this returns.
+    async fn dies(mut self) {
+        let runtime = self.runtime.take();
+        // It waits for its threads, which an asynchronous task must not.
+        spawn_blocking(move || drop(runtime)).await.unwrap();
+    }
+}
+
+impl Drop for MortalAgent {
+    /// Where a test fails.
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 struct Bench {
     directory: tempfile::TempDir,
 }
@@ -58,7 +84,20 @@ impl Bench {
     }
 
     async fn agent_that_retries_for(&self, filter_restart_timeout: Duration) -> Arc<dyn HostAgent> {
-        let options = AgentOptions {
+        let options = self.options(filter_restart_timeout);
+        Arc::new(RealHost::start(options).await.unwrap())
+    }
+
+    /// An agent that can die as a process does, in the middle of anything.
+    async fn mortal_agent(&self) -> MortalAgent {
+        let runtime = Runtime::new().unwrap();
+        let started = runtime.spawn(RealHost::start(self.options(FILTER_RESTART_TIMEOUT)));
+        let host = Arc::new(started.await.unwrap().unwrap());
+        MortalAgent { host, runtime: Some(runtime) }
+    }
+
+    fn options(&self, filter_restart_timeout: Duration) -> AgentOptions {
+        AgentOptions {
             run_dir: self.path("run"),
             state_dir: self.path("state"),
             filter: filter(),
@@ -73,8 +112,7 @@ impl Bench {
             disk_stall: DISK_STALL,
             migration_listen: Some(([127, 0, 0, 1], 0).into()),
             place_memory: true,
-        };
-        Arc::new(RealHost::start(options).await.unwrap())
+        }
     }
 
     fn fixture(&self) -> Fixture {
@@ -389,26 +427,27 @@ async fn a_vm_that_died_while_no_agent_was_there_is_found_dead() {
 #[tokio::test]
 async fn a_guest_whose_filter_died_while_no_agent_was_there_goes_on() {
     let bench = Bench::new();
-    let mut agent = bench.agent().await;
-    let vm = running(&bench, &*agent).await.vm;
+    let mut agent = bench.mortal_agent().await;
+    let vm = running(&bench, &*agent.host).await.vm;
     let (qemu, filter) = (bench.process(vm, "qemu"), bench.process(vm, "filter"));
     for milliseconds in [0, 5, 20, 80] {
-        drop(agent);
+        agent.dies().await;
         bench.kill(vm, "filter");
         // The dead one is this test's child: only its parent can reap it.
         tokio::time::sleep(Duration::from_millis(300)).await;
-        let dies = bench.agent().await;
+        let starts_another = bench.mortal_agent().await;
         tokio::time::sleep(Duration::from_millis(milliseconds)).await;
-        drop(dies);
-        agent = bench.agent().await;
+        starts_another.dies().await;
+        agent = bench.mortal_agent().await;
         let served = |state: &VmState| told(state, NoticeCode::DisksDown).is_none();
-        let state = wait(&*agent, vm, served).await;
+        let state = wait(&*agent.host, vm, served).await;
         assert_eq!(state.power, Power::Running, "after {milliseconds} ms: {state:?}");
         assert_eq!(bench.process(vm, "qemu"), qemu);
         assert_ne!(bench.process(vm, "filter"), filter);
     }
-    agent.power_off(vm, PowerOff::Force).await.unwrap();
+    agent.host.power_off(vm, PowerOff::Force).await.unwrap();
     bench.nothing_runs();
+    agent.dies().await;
 }
 
 /// The host cannot start another filter at first: the image is not there. The guest waits meanwhile, and can

@@ -245,12 +245,13 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// The beginnings of the statements that read a whole table, or a whole index.
-const WHOLE: [&str; 15] = [
+const WHOLE: [&str; 16] = [
     // They need all rows.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
     "SELECT name, token_sha256, role FROM users",
     "SELECT id, name FROM providers",
+    "SELECT id, osds_stated, osds_told FROM datastores",
     // Their index has only the rows that they need.
     "SELECT id, name, kind, is_default, verified FROM providers WHERE is_default",
     "UPDATE providers SET is_default = FALSE WHERE is_default",

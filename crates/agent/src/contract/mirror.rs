@@ -2,6 +2,7 @@
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
+use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::{
     ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror,
     DropSourcesJob, HostAgent, JobKind, JobSpec, JobState, MirrorJob, Power, PowerOff,
@@ -217,13 +218,37 @@ async fn move_disk(agent: &dyn HostAgent, session: &mut Session, disk: DiskId) {
     }
 }
 
-/// Does a job that copies a disk, and commits it; the disk then.
+/// Does a job that copies a disk, and commits it; the disk then. Nobody else has its former image.
 pub async fn mirrored(
     agent: &dyn HostAgent,
     session: &Session,
     disk: DiskId,
     job: JobSpec,
 ) -> DiskState {
+    let (known, former) = copied_away(agent, session, disk, job).await;
+    assert!(former.is_overwritten(), "{former:?}");
+    known
+}
+
+/// Does the same with a disk whose former image a linked clone stands on.
+pub async fn mirrored_beside_a_clone(
+    agent: &dyn HostAgent,
+    session: &Session,
+    disk: DiskId,
+    job: JobSpec,
+) {
+    let (_, former) = copied_away(agent, session, disk, job).await;
+    let is_shared = matches!(former.fate, FormerFate::Shared { in_the_clear: false, .. });
+    assert!(is_shared, "{former:?}");
+}
+
+/// Does a job that copies a disk, and commits it; the disk then, and what has become of its former image.
+async fn copied_away(
+    agent: &dyn HostAgent,
+    session: &Session,
+    disk: DiskId,
+    job: JobSpec,
+) -> (DiskState, FormerImage) {
     let vm = session.vm();
     let task = TaskId::new();
     session.copied(agent, task, &job).await;
@@ -242,11 +267,12 @@ pub async fn mirrored(
     assert_eq!(session.worked(agent, task).await, JobState::Done);
     let job = done(agent.job(vm, task).await, "the job");
     assert_eq!((job.kind, job.former.len()), (JobKind::DropSources, 1), "{job:?}");
-    assert!(job.former[0].disk == disk && job.former[0].is_overwritten(), "{job:?}");
+    let former = job.former[0].clone();
+    assert_eq!(former.disk, disk);
     let again = TaskId::new();
     done(agent.put_job(vm, again, drop).await, "removing what is gone");
     assert_eq!(session.worked(agent, again).await, JobState::Done);
     let job = done(agent.job(vm, again).await, "that job");
     assert!(job.former.is_empty(), "nothing was there: {job:?}");
-    known.expect("the disk's facts")
+    (known.expect("the disk's facts"), former)
 }

@@ -14,7 +14,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
-use super::mirror::{copy, disk_mut, mirrored, moved, second_datastore};
+use super::mirror::{copy, disk_mut, mirrored, mirrored_beside_a_clone, moved, second_datastore};
 use super::{Session, done, refused, speaks_nbd};
 use crate::keys::{reference_of, seal_for};
 
@@ -168,7 +168,7 @@ async fn linked_clones(
     done(dropped, "a snapshot that no clone stands on");
     let copied = agent.examine_job(session.vm(), copy(of, true)).await;
     done(copied, "a copy of what a clone stands on");
-    mirrored(agent, session, of, copy(of, true)).await;
+    mirrored_beside_a_clone(agent, session, of, copy(of, true)).await;
     let dropped = agent.examine_job(session.vm(), drop_snapshot(of, kept)).await;
     done(dropped, "a snapshot whose former files a clone stands on");
     for _ in 0..2 {

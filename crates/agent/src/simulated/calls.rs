@@ -175,7 +175,7 @@ impl Inside {
             return available(free);
         }
         match self.check_place(spec) {
-            Ok(()) => available(CAPACITY),
+            Ok(()) => available(self.usage().free),
             Err(problem) => DatastoreCondition::WrongMark { detail: problem.detail },
         }
     }
