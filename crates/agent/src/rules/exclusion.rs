@@ -158,7 +158,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 37] = [
     (Action::DeleteDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    ENDS,     IN_USE,    IN_USE,  ENDS]),
     (Action::GrowDisk,      [YES,   STATE,   YES,    STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ExportDisk,    [YES,   IN_USE,  IN_USE, IN_USE,  IN_USE, STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
-    (Action::ExportKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
+    (Action::ExportKept,    [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::MirrorDisk,    [YES,   STATE,   YES,    STATE,   YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::ConvertDisk,   [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      STATE,     IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),
     (Action::DropSource,    [YES,   STATE,   YES,    YES,     YES,    STATE,      YES,       IN_USE,    IN_USE,   IN_USE,    IN_USE,  IN_USE]),

@@ -106,9 +106,9 @@ pub enum Disk {
     },
     /// Expose a disk as a local NBD socket, read-only, until Ctrl-C: for nbdcopy, qemu-img and backups
     ///
-    /// Anyone who may open the socket reads plaintext, but with --sealed. A VM that is off cannot be started meanwhile; the
-    /// disk of a running VM is read while its guest writes, so it is not a point-in-time copy: --snapshot is one. When a
-    /// running VM stops, it ends. The address for tools is printed.
+    /// Anyone who may open the socket reads plaintext, unless --sealed is given. A VM that is off cannot be started meanwhile.
+    /// The disk of a running VM is read while its guest writes, which gives no point-in-time copy; --snapshot gives one. The
+    /// exposure ends when a running VM stops. The address for tools is printed.
     Expose(Expose),
     /// Dirty bitmaps of a running VM's disk, for incremental backups
     ///

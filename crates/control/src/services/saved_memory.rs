@@ -31,11 +31,12 @@ pub(super) async fn expected(services: &Services, vm: &Vm) -> Result<Option<u64>
     Ok(memory_generations::expected(&mut *services.store.read().await?, vm.id).await?)
 }
 
-/// A VM is suspended with memory that no snapshot keeps: a revert would lose it.
-pub(super) fn refusal_of_revert(vm: &Vm, snapshot: &str) -> Problem {
+/// A VM is suspended with memory that no snapshot keeps: a revert would lose it. `running` says that its guest was to run afterwards.
+pub(super) fn refusal_of_revert(vm: &Vm, snapshot: &str, running: bool) -> Problem {
     let name = &vm.name;
+    let running = if running { " --running" } else { "" };
     let detail = format!(
-        "VM '{name}' is suspended, and a revert loses its memory, which no snapshot keeps: keep it first (vmseal snapshot create {name} --memory), or have it given up (vmseal snapshot revert {name} {snapshot} --discard-memory)"
+        "VM '{name}' is suspended, and a revert loses its memory, which no snapshot keeps: keep it first (vmseal snapshot create {name} --memory), or have it given up (vmseal snapshot revert {name} {snapshot} --discard-memory{running})"
     );
     Problem::new(ErrorCode::WrongState, detail)
 }

@@ -273,7 +273,7 @@ pub async fn revert(
     }
     let kept = suspended && memory_generations::is_kept(&mut write, vm.id).await?;
     if suspended && !kept && !discard_memory {
-        return Err(saved_memory::refusal_of_revert(&vm, &snapshot.name));
+        return Err(saved_memory::refusal_of_revert(&vm, &snapshot.name, running));
     }
     let (id, discard_memory) = (snapshot.id, discard_memory || kept);
     let operation = Operation::RevertSnapshot { vm: vm.id, snapshot: id, running, discard_memory };

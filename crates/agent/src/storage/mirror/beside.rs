@@ -14,6 +14,7 @@
 //! The memory of a suspended VM may be used up before the disk pivots, and a core dump removed. So the note says which files they were when
 //! the copy was begun, and a copy takes its place only where that one is there: no memory comes back that a guest has gone on from.
 
+use std::collections::BTreeSet;
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -340,11 +341,16 @@ pub(super) fn drop_sources(
     overwrite: impl Fn(&File, u64) -> Result<(), Problem>,
 ) -> Result<(), Problem> {
     let home = mirror.source()?;
+    let mut overwritten = BTreeSet::new();
     for path in home.sources_beside(mirror.disk)?.into_values() {
         let Some(file) = open_locked(&path, Access::Write)? else { continue };
-        let length = file.metadata().map_err(internal)?.len();
-        let sealed = Header::read(&mut &file).is_ok_and(|header| !header.is_in_the_clear());
-        overwrite(&file, if sealed { length.min(HEADER_LEN as u64) } else { length })?;
+        let found = file.metadata().map_err(internal)?;
+        // What a VM is suspended with and a snapshot keeps is one file: its header, which says up to where, is gone the second time.
+        if overwritten.insert(found.ino()) {
+            let length = found.len();
+            let sealed = Header::read(&mut &file).is_ok_and(|header| !header.is_in_the_clear());
+            overwrite(&file, if sealed { length.min(HEADER_LEN as u64) } else { length })?;
+        }
         home.remove_locked(&path)?;
     }
     Ok(())

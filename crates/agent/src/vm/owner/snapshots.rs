@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  take    layers made ─► file systems frozen ─► disks wait ─► layers put on the notes, and in the filter ─► thawed
-//!  revert  [saved memory given up] ─► a layer above what the snapshot keeps, put on the note ─► what nothing needs is removed; a replica is copied anew
+//!  revert  a layer above what the snapshot keeps, of each disk ─► [saved memory given up] ─► put on the note ─► what nothing needs is removed; a replica is copied anew
 //!  drop    taken off the note ─► while a layer can be merged:
 //!            one that nobody writes ─────────────► merged beside the guest
 //!            the active one, VM off or suspended ► merged; ends when the VM starts
@@ -33,6 +33,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::backup::TpmToKeep;
 use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, LayerId, ToMerge};
+use crate::storage::mirror;
 use crate::storage::replica;
 use crate::vm::convergence::Slowdown;
 use crate::vm::internal;
@@ -203,8 +204,10 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         if matches!(self.state, State::Off) {
-            // A memory that is found later would be used with other disks.
-            self.look_for_memory().await;
+            // A memory that is found later would be used with other disks: where it cannot be looked for, nothing is reverted.
+            let of = self.spec.clone();
+            let look = move || mirror::is_suspended(&of);
+            self.suspended = spawn_blocking(look).await.map_err(internal)??;
         }
         if job.memory && self.is_reverted(job.snapshot).await? {
             self.jobs.begin(task, spec);
@@ -216,26 +219,30 @@ impl Owner {
         let memory = if job.memory { Some(self.memory_of(job.snapshot).await?) } else { None };
         let (vm, disks, snapshot) = (self.spec.vm, self.disks_of(&job.disks)?, job.snapshot);
         let name = self.spec.name.clone();
-        // All of them, before anything is changed.
-        let find = move || {
+        // All of them, before anything is changed, and their new layers: a full datastore is found while the memory is there.
+        let make = move || {
             let homes = disks.iter().map(|disk| {
                 let home = Home::of(&disk.datastore, vm)?;
                 let kept = layers::read(&home, disk.disk)?.layer_of(snapshot);
                 let kept = kept.ok_or_else(|| rules::no_snapshot(&name, disk, snapshot))?;
                 Ok((home, disk.disk, kept))
             });
-            homes.collect::<Result<Vec<_>, Problem>>()
+            let homes = homes.collect::<Result<Vec<_>, Problem>>()?;
+            let begun = homes.into_iter().map(|(home, disk, kept)| {
+                let layer = layers::begin_layer(&home, disk, kept)?;
+                Ok((home, disk, layer))
+            });
+            begun.collect::<Result<Vec<_>, Problem>>()
         };
-        let homes = spawn_blocking(find).await.map_err(internal)??;
+        let begun = spawn_blocking(make).await.map_err(internal)??;
         // Before the first disk changes: with disks of the snapshot the guest would destroy its file systems.
         self.discard_memory().await?;
         let revert = move || {
-            homes.iter().try_for_each(|(home, disk, kept)| {
-                let layer = layers::begin_layer(home, *disk, *kept)?;
+            begun.into_iter().try_for_each(|(home, disk, layer)| {
                 // Before the note: a replica has what the disk holds now.
-                replica::copy_again(home, *disk)?;
-                layers::put_active(home, *disk, layer, None)?;
-                layers::remove_unneeded(home, *disk, None).map(drop)
+                replica::copy_again(&home, disk)?;
+                layers::put_active(&home, disk, layer, None)?;
+                layers::remove_unneeded(&home, disk, None).map(drop)
             })
         };
         spawn_blocking(revert).await.map_err(internal)??;

@@ -196,6 +196,31 @@ fn what_was_sealed_gets_a_key_of_its_own_and_the_former_key_is_lost() {
     assert_eq!(read(&path, &bench.spec, &bench.kek).unwrap(), content());
 }
 
+/// A VM that is suspended with what a snapshot keeps: one file has both names.
+#[test]
+fn a_memory_of_two_names_is_two_files_then_and_its_former_key_alone_is_overwritten() {
+    let bench = bench();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let memories = [home.snapshot_memory(bench.keep(true)), home.memory()];
+    std::fs::hard_link(&memories[0], &memories[1]).unwrap();
+    let before = std::fs::read(&memories[0]).unwrap();
+    bench.begin_with(false);
+    bench.copy_all();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    let kept = home.path().join("kept");
+    std::fs::hard_link(home.source_beside(disk, &Beside::Memory), &kept).unwrap();
+    bench.remove_source().unwrap();
+    let left = std::fs::read(&kept).unwrap();
+    assert!(left[..HEADER_LEN].iter().all(|byte| *byte == 0));
+    assert!(left[HEADER_LEN..] == before[HEADER_LEN..], "more than the header was overwritten");
+    for path in &memories {
+        assert_eq!(read(path, &bench.spec, &bench.kek).unwrap(), content());
+    }
+    let [one, other] = memories.map(|path| std::fs::read(path).unwrap());
+    assert!(one != other, "both have one key");
+}
+
 #[test]
 fn a_vm_that_loses_its_key_has_its_memory_in_the_clear() {
     let bench = bench();
