@@ -69,6 +69,7 @@ pub async fn clone(
     let temporary = runs.then_some(Temporary { quiesce: request.quiesce });
     let policy = policies::find(&mut write, &origin.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
+    require_key_for_tpm(&origin, &policy)?;
     let provider = provider_of(services, &mut write, &policy).await?;
     room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
     let told = if documents.is_some() { Told::Anew } else { Told::TheSame };
@@ -142,6 +143,18 @@ pub async fn clone(
         return Ok(Outcome::Planned(planned));
     }
     begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
+}
+
+/// Refuses a clone that would have a TPM and no key. A VM with a TPM that was decrypted has its key still, and a policy that gives none.
+fn require_key_for_tpm(origin: &vms::Vm, policy: &policies::Policy) -> Result<(), Problem> {
+    if hardware::check_tpm(&origin.hardware, policy).is_ok() {
+        return Ok(());
+    }
+    let detail = format!(
+        "VM '{0}' has a TPM, and its clone would have one and no key for what that keeps: policy '{1}' does not encrypt. Encrypt VM '{0}' first (vmseal vm encrypt {0}), or take its TPM from it (vmseal vm set {0} --tpm off)",
+        origin.name, policy.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Why there is no linked clone of what a VM holds now.

@@ -26,6 +26,7 @@ mod remote;
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
 pub(super) use self::key::require_key_or_wait;
+pub(super) use self::medium::require_medium_kept;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
@@ -126,6 +127,7 @@ pub async fn migrate(
     key::require(services, &vm, Purpose::Open).await?;
     let mut write = services.store.write().await?;
     require_room(services, &mut write, &vm, &fit.host).await?;
+    require_medium_kept(&mut write, &vm).await?;
     let mut operation = operation(&vm, &fit);
     if let Operation::MigrateVm { downtime_milliseconds, .. } = &mut operation {
         *downtime_milliseconds = request.downtime_milliseconds.or(*downtime_milliseconds);

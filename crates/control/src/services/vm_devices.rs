@@ -112,13 +112,13 @@ fn on_datastore(
     Ok((request.on(first.datastore.datastore.to_string()), Some(chosen)))
 }
 
-/// Refuses an encrypted disk for a VM whose policy does not encrypt: it has no key.
+/// Refuses an encrypted disk for a VM whose policy does not encrypt: it has no key, or one for its TPM alone.
 fn require_key(vm: &Vm, policy: &Policy, request: &CreateDisk) -> Result<(), Problem> {
     if request.encrypted != Some(true) || policy.encryption {
         return Ok(());
     }
     let detail = format!(
-        "cannot be: policy '{0}' of VM '{1}' does not encrypt, so that the VM has no key. Add the disk without this, and encrypt it then: that gives the VM a key, and leaves its other disks as they are (vmseal vm encrypt {1} --disk {2})",
+        "cannot be: policy '{0}' of VM '{1}' does not encrypt. Add the disk without this, and encrypt it then: that gives the VM a policy that encrypts, with a key, and leaves the other disks of its guest as they are (vmseal vm encrypt {1} --disk {2})",
         policy.name, vm.name, request.name
     );
     Err(Problem::invalid("encrypted", detail))

@@ -1,7 +1,7 @@
 //! Where a VM of a host that is emptied can go.
 
 use vmseal_api::id::HostId;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::services::migrate::{self, Fit, Promised};
 use crate::services::{Privilege, Services};
@@ -12,8 +12,19 @@ use crate::store::vms::Vm;
 /// Why a VM cannot go anywhere.
 pub(super) struct Refused {
     pub(super) why: String,
-    /// Whether that stays so unless somebody changes the VM.
-    pub(super) for_good: bool,
+    pub(super) until: Until,
+}
+
+/// What has to happen before a VM can go somewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Until {
+    /// Somebody changes the VM.
+    Changed,
+    /// A host can take it.
+    Taken,
+    /// Its key can be had. It is not shut down for want of it: nobody could start it then, and what its host holds may be the last that
+    /// is left of its key.
+    Key,
 }
 
 /// The host that a VM that runs can go to; rather another one than `avoided`.
@@ -24,8 +35,13 @@ pub(super) async fn of(
     promised: &Promised,
     avoided: Option<HostId>,
 ) -> Result<Fit, Refused> {
-    let for_good = |why: String| Refused { why, for_good: true };
-    let for_now = |problem: Problem| Refused { why: problem.detail, for_good: false };
+    let for_good = |why: String| Refused { why, until: Until::Changed };
+    let for_key = |problem: Problem| Refused { why: problem.detail, until: Until::Key };
+    let for_now = |problem: Problem| match problem.code {
+        // The key is not on its host, either.
+        ErrorCode::Locked => for_key(problem),
+        _ => Refused { why: problem.detail, until: Until::Taken },
+    };
     let disks = async { disks::of_vm(&mut *services.store.read().await?, vm.id).await };
     let disks = disks.await.map_err(|error| for_now(error.into()))?;
     migrate::require_movable(vm, &disks).map_err(|problem| for_good(problem.detail))?;
@@ -39,7 +55,7 @@ pub(super) async fn of(
     let chosen = migrate::choose(services, vm, &disks, &asked, avoided).await;
     let (fit, _) = chosen.map_err(for_now)?;
     // At last: no provider is asked again and again for a VM that no host can take.
-    migrate::require_key_or_wait(services, vm).await.map_err(for_now)?;
+    migrate::require_key_or_wait(services, vm).await.map_err(for_key)?;
     Ok(fit)
 }
 

@@ -11,7 +11,7 @@ use vmseal_api::id::VmId;
 use vmseal_api::model::{Connection, TaskState};
 use vmseal_api::problem::Problem;
 
-use super::destination::{self, Refused, largest_first};
+use super::destination::{self, Refused, Until, largest_first};
 use crate::hosts::HostView;
 use crate::operation::{Claim, Operation};
 use crate::services::Services;
@@ -275,7 +275,9 @@ impl<'a> Look<'a> {
         match self.again(vm) {
             Again::Now => {}
             Again::Later(why) => return Next::Is(DrainState::Waiting, why),
-            Again::Never(why) => return self.cannot(vm, Refused { why, for_good: true }, refused),
+            Again::Never(why) => {
+                return self.cannot(vm, Refused { why, until: Until::Changed }, refused);
+            }
         }
         if self.sending >= usize::try_from(self.drain.parallel).unwrap_or(usize::MAX) {
             return Next::Is(DrainState::Waiting, "it waits for others".to_owned());
@@ -297,13 +299,18 @@ impl<'a> Look<'a> {
     /// What is next for a VM that cannot be moved.
     fn cannot(&self, vm: &Vm, refusal: Refused, refused: &mut HashMap<VmId, Instant>) -> Next {
         let cancelled = self.last.get(&vm.id).is_some_and(|last| last.cancelled);
+        if refusal.until == Until::Key {
+            // Where no host can take it afterwards, it has not been so for long.
+            refused.remove(&vm.id);
+            return Next::Is(DrainState::Stays, refusal.why);
+        }
         if !self.drain.stop_others || cancelled {
             return Next::Is(DrainState::Stays, refusal.why);
         }
         let since = *refused.entry(vm.id).or_insert_with(Instant::now);
         // One that fails leaves room behind for this one.
         let for_long = self.sending == 0 && since.elapsed() >= self.pace.before_stop;
-        if refusal.for_good || for_long {
+        if refusal.until == Until::Changed || for_long {
             return Next::Stop(refusal.why);
         }
         let why = format!("{}; it is shut down if that stays so", refusal.why);

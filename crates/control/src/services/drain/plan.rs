@@ -5,7 +5,7 @@ use vmseal_api::drain::{OnDrain, PlannedVm};
 use vmseal_api::host::Power;
 use vmseal_api::problem::Problem;
 
-use super::destination::{self, largest_first};
+use super::destination::{self, Until, largest_first};
 use super::power;
 use crate::hosts::HostView;
 use crate::services::Services;
@@ -42,7 +42,9 @@ pub(super) async fn of(
                         promised.add(to.host.id, vm.memory);
                         line(Migrate, Some(to.host.name), "on-drain migrate")
                     }
-                    Err(refused) if drain.stop_others => line(Stop, None, &refused.why),
+                    Err(refused) if drain.stop_others && refused.until != Until::Key => {
+                        line(Stop, None, &refused.why)
+                    }
                     Err(refused) => line(Stay, None, &refused.why),
                 }
             }

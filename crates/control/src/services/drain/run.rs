@@ -141,7 +141,11 @@ impl Drainer {
             return Err(Problem::new(ErrorCode::WrongState, "the VM has another host now"));
         }
         match to {
-            Some(to) => migrate::require_room(services, &mut write, vm, to).await?,
+            Some(to) => {
+                migrate::require_room(services, &mut write, vm, to).await?;
+                // This look at the host may have taken long.
+                migrate::require_medium_kept(&mut write, vm).await?;
+            }
             // A start that is due because its host has rebooted would undo it.
             None => vms::set_start_done(&mut write, vm.id).await?,
         }

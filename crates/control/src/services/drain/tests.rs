@@ -318,23 +318,27 @@ async fn a_vm_that_no_host_can_take_stays_until_one_can() {
 
 #[tokio::test]
 async fn a_vm_whose_key_no_provider_gives_stays_until_one_does() {
-    let mut bench = Bench::new().await;
-    let vm = bench.running("web", |_| {}).await;
-    bench.restart_sealed().await;
-    let asked = drain(&bench.services, &bench.caller, "here", DrainHost::default(), true).await;
-    let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
-    let line = &plan.vms[0];
-    assert_eq!(line.action, PlannedAction::Stay, "{line:?}");
-    assert!(line.why.contains("which does not give it now"), "{line:?}");
+    // It is not shut down either: nobody could start it then.
+    for stop_others in [false, true] {
+        let request = || DrainHost { stop_others, ..DrainHost::default() };
+        let mut bench = Bench::new().await;
+        let vm = bench.running("web", |_| {}).await;
+        bench.restart_sealed().await;
+        let asked = drain(&bench.services, &bench.caller, "here", request(), true).await;
+        let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
+        let line = &plan.vms[0];
+        assert_eq!(line.action, PlannedAction::Stay, "{line:?}");
+        assert!(line.why.contains("which does not give it now"), "{line:?}");
 
-    bench.drain(DrainHost::default()).await;
-    let host = bench.stuck().await;
-    let (state, why) = of(&host, "web");
-    assert!(state == DrainState::Stays && why.contains("which does not give it now"), "{why}");
-    assert!(bench.fixture.events("vm.draining").await.is_empty(), "something was begun");
-    bench.fixture.unlock("keys").await;
-    bench.drained().await;
-    assert!(bench.there.runs(vm));
+        bench.drain(request()).await;
+        let host = bench.stuck().await;
+        let (state, why) = of(&host, "web");
+        assert!(state == DrainState::Stays && why.contains("which does not give it now"), "{why}");
+        assert!(bench.fixture.events("vm.draining").await.is_empty(), "something was begun");
+        bench.fixture.unlock("keys").await;
+        bench.drained().await;
+        assert!(bench.there.runs(vm), "stop_others: {stop_others}");
+    }
 }
 
 #[tokio::test]

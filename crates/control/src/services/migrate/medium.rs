@@ -8,6 +8,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::services::Services;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
+use crate::store::{Write, vms};
 
 /// Refuses a host that does not have the file.
 pub(super) async fn require_same(
@@ -47,6 +48,23 @@ pub(super) async fn require_same(
         (one, other) => format!("of {other} bytes instead of {one}"),
     };
     Err(refuse(format!("host '{name}' has another file there, {how}"), place()))
+}
+
+/// Refuses a VM in whose drive something else was put since the hosts were compared. From the task on nothing is.
+pub(in crate::services) async fn require_medium_kept(
+    write: &mut Write<'_>,
+    vm: &Vm,
+) -> Result<(), Problem> {
+    let now = vms::get(write, vm.id).await?;
+    let now = now.ok_or_else(|| Problem::not_found("VM", &vm.name))?;
+    if now.hardware.medium() == vm.hardware.medium() {
+        return Ok(());
+    }
+    let detail = format!(
+        "what is in the CD-ROM drive of VM '{}' was changed meanwhile: begin again",
+        vm.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Refuses a VM that has a medium in its drive: another control plane is not asked for its file.

@@ -247,6 +247,13 @@ async fn a_medium_goes_where_the_same_file_is() {
         told().await.contains(why).then_some(())
     };
     fixture.eventually("an earlier version is refused", is_refused).await;
+
+    // Something else may be put in between the comparison and the task.
+    let mut write = fixture.store.write().await.unwrap();
+    require_medium_kept(&mut write, &row).await.unwrap();
+    row.hardware.cdrom = Some(Cdrom::default());
+    let refused = require_medium_kept(&mut write, &row).await.unwrap_err();
+    assert!(refused.detail.contains("was changed meanwhile"), "{refused}");
 }
 
 #[tokio::test]

@@ -5,11 +5,11 @@ use vmseal_api::hardware::Firmware;
 use vmseal_api::host::{
     DatastoreLocation, DatastoreSpec, DiskFacts, DiskRole, GuestControl, HostAgent,
 };
-use vmseal_api::request::{DecryptVm, EncryptVm, MoveVm, RecryptVm};
+use vmseal_api::request::{CloneVm, DecryptVm, EncryptVm, MoveVm, RecryptVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::{snapshots, *};
-use crate::services::{Caller, Outcome, create_vm, mirror, recrypt};
+use crate::services::{Caller, Outcome, clone_vm, create_vm, mirror, recrypt};
 use crate::store::snapshots::Snapshot;
 use crate::store::{datastores, keys, policies};
 
@@ -673,6 +673,21 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
     let me = Caller::administrator("me");
     let refused = mirror::decrypt(&services, &me, "web", request, false).await.unwrap_err();
     assert!(refused.detail.contains("is not encrypted"), "{refused}");
+    // Its policy gives a clone no key, which the clone's TPM would need.
+    for dry_run in [true, false] {
+        let copy = CloneVm {
+            name: "copy".to_owned(),
+            snapshot: None,
+            datastore: None,
+            linked: false,
+            cloud_init: None,
+            quiesce: true,
+            rate: None,
+        };
+        let refused = clone_vm::clone(&services, &me, "web", copy, dry_run).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        assert!(refused.detail.contains("no key for what that keeps"), "{refused}");
+    }
     // Of a guest that runs nothing is left to be encrypted again but what its TPM keeps.
     done(&fixture, Operation::StartVm { vm, boot_once: None }).await;
     let deep = RecryptVm { deep: true, ..Default::default() };
