@@ -12,7 +12,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::{
-    Part, Store, StoreError, hosts, memory_generations, policies, providers, tasks, vms,
+    Part, Store, StoreError, evacuations, hosts, memory_generations, placements, policies,
+    providers, tasks, vms,
 };
 use crate::tasks::alarms;
 
@@ -88,6 +89,9 @@ pub(super) async fn settle(store: &Store, made: Timestamp) -> Result<InventoryCo
     }
     // VMs may have been suspended and resumed since.
     memory_generations::accept_all(&mut write).await?;
+    // They may have gone back to hosts that they were evacuated from, and to others.
+    evacuations::remove_all(&mut write).await?;
+    placements::skip_generations(&mut write, None).await?;
     // A host that has rebooted since the backup must not start VMs as they were then: `datastore adopt` comes first.
     hosts::forget_boots(&mut write).await?;
     let all = Part::all();

@@ -14,7 +14,7 @@ use crate::providers::Providers;
 use crate::setup::authority::Authority;
 use crate::setup::initialise::{InitialiseError, RESTORING, initialise};
 use crate::store::events::NewEvent;
-use crate::store::{Store, alarms, events, providers, tasks, vms};
+use crate::store::{Store, alarms, events, placements, providers, tasks, vms};
 use crate::testing::Fixture;
 
 fn secret(text: &str) -> SecretBytes {
@@ -88,6 +88,10 @@ async fn a_restored_server_has_the_inventory_the_authority_and_the_keys() {
     let started = initialise(&data_dir, vec!["localhost".to_owned()]).await.unwrap();
     let store = std::sync::Arc::new(started.store);
     let known = vms::get(&mut store.read().await.unwrap(), vm).await.unwrap().unwrap();
+    // Placements that were made since the backup have left leases of later generations than those in it.
+    let mut read = store.read().await.unwrap();
+    assert!(placements::generation(&mut read, vm).await.unwrap() > 1_000_000_000);
+    drop(read);
     let keys = Providers::open(std::sync::Arc::clone(&store), &data_dir, None).await.unwrap();
     let provider = providers::find(&mut store.read().await.unwrap(), "keys").await.unwrap();
     keys.unlock(&provider.unwrap(), secret("pass, as in the tests"), "me").await.unwrap();

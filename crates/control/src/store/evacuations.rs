@@ -33,6 +33,21 @@ pub async fn of_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm
     vms.iter().map(|vm| parse(vm, "a VM's id")).collect()
 }
 
+/// Whether there is a host that is to end and forget a VM, and has not said since that it has nothing of it.
+pub async fn is_awaited(from: &mut SqliteConnection, vm: VmId) -> Result<bool, StoreError> {
+    let count: i64 = sqlx::query_scalar("SELECT count(*) FROM evacuations WHERE vm_id = $1")
+        .bind(vm.to_string())
+        .fetch_one(from)
+        .await?;
+    Ok(count > 0)
+}
+
+/// Forgets what hosts are to end and forget: since a backup of the inventory, VMs may have gone back to their former hosts and run there.
+pub async fn remove_all(to: &mut SqliteConnection) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM evacuations").execute(to).await?;
+    Ok(())
+}
+
 /// Records that a host has nothing of a VM any more, or is to have it.
 pub async fn remove(to: &mut SqliteConnection, vm: VmId, host: HostId) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM evacuations WHERE host_id = $1 AND vm_id = $2")

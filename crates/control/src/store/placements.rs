@@ -1,18 +1,40 @@
 //! Which host has a VM. Each time that it gets another one, the generation of the placement grows.
 
+use jiff::Timestamp;
 use sqlx::SqliteConnection;
 use vmseal_api::id::{HostId, VmId};
 
-use super::{StoreError, parse, unsigned};
+use super::{StoreError, evacuations, parse, unsigned};
 
-/// The generation that the next placement of a VM gets.
-pub async fn next_generation(from: &mut SqliteConnection, vm: VmId) -> Result<u64, StoreError> {
+/// The generation of a VM's placement.
+pub async fn generation(from: &mut SqliteConnection, vm: VmId) -> Result<u64, StoreError> {
     let now: i64 =
         sqlx::query_scalar("SELECT generation FROM placements WHERE vm_id = $1 AND role = 'owner'")
             .bind(vm.to_string())
             .fetch_one(from)
             .await?;
-    Ok(unsigned(now, "the generation of a placement")?.saturating_add(1))
+    unsigned(now, "the generation of a placement")
+}
+
+/// The generation that the next placement of a VM gets.
+pub async fn next_generation(from: &mut SqliteConnection, vm: VmId) -> Result<u64, StoreError> {
+    Ok(generation(from, vm).await?.saturating_add(1))
+}
+
+/// Has the next placements, of one VM or of all, be later than any that an inventory has noted which is lost: the leases of disks have those
+/// generations. They count placements, and from here on seconds: nobody moves a VM more often.
+pub async fn skip_generations(
+    to: &mut SqliteConnection,
+    vm: Option<VmId>,
+) -> Result<(), StoreError> {
+    sqlx::query(
+        "UPDATE placements SET generation = MAX(generation + 1, $1) WHERE $2 IS NULL OR vm_id = $2",
+    )
+    .bind(Timestamp::now().as_second())
+    .bind(vm.map(|vm| vm.to_string()))
+    .execute(to)
+    .await?;
+    Ok(())
 }
 
 /// The host that has a VM; none where there is no such VM.
@@ -25,7 +47,7 @@ pub async fn owner(from: &mut SqliteConnection, vm: VmId) -> Result<Option<HostI
     host.map(|host| parse(&host, "a host's id")).transpose()
 }
 
-/// Records that a host has a VM.
+/// Records that a host has a VM. It is not to end and forget it then, if it has not done so after an evacuation.
 pub async fn set_owner(
     to: &mut SqliteConnection,
     vm: VmId,
@@ -38,7 +60,7 @@ pub async fn set_owner(
     .bind(host.to_string())
     .bind(i64::try_from(generation).unwrap_or(i64::MAX))
     .bind(vm.to_string())
-    .execute(to)
+    .execute(&mut *to)
     .await?;
-    Ok(())
+    evacuations::remove(to, vm, host).await
 }

@@ -25,7 +25,7 @@ use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, keys, nics};
+use crate::store::{Write, keys, nics, placements};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,6 +217,8 @@ async fn set_key(run: &Run<'_>, from: &Vm, to: &Vm) -> Result<(), Problem> {
 async fn write_rows(run: &Run<'_>, definition: &Definition, vm: &Vm) -> Result<(), Problem> {
     let mut write = run.store().write().await?;
     insert_rows(&mut write, definition, vm).await?;
+    // The lease of its disks has that of a placement which this inventory never had.
+    placements::skip_generations(&mut write, Some(vm.id)).await?;
     let (kind, actor) = ("vm.adopted", run.task.actor.as_str());
     let key = vm.key.as_ref().map(|key| format!(", key '{}'", key.key_id)).unwrap_or_default();
     let detail = format!("on host '{}', policy '{}'{key}", vm.host_name, vm.policy_name);

@@ -15,7 +15,8 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use vmseal_api::host::Fence;
+use vmseal_api::host::version::FENCE_VMS;
+use vmseal_api::host::{Fence, VmSpec};
 use vmseal_api::id::HostId;
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -138,11 +139,7 @@ async fn check(run: &Run<'_>) -> Result<u64, StepError> {
         return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
     }
     if run.hosts().connected(from).is_ok() {
-        let detail = format!(
-            "host '{}' answers again: VM '{}' stays there. Move it as any other (vmseal vm migrate)",
-            vm.host_name, vm.name
-        );
-        return Err(wrong_state(detail));
+        return Err(answers_again(&vm));
     }
     // One that does not answer would leave it where nobody can start it.
     run.host_state(to, None).await?;
@@ -151,6 +148,13 @@ async fn check(run: &Run<'_>) -> Result<u64, StepError> {
         drop(kek.map_err(locked)?);
     }
     Ok(placements::next_generation(&mut *run.store().read().await?, vm.id).await?)
+}
+
+fn answers_again(vm: &Vm) -> StepError {
+    wrong_state(format!(
+        "host '{}' answers again: VM '{}' stays there. Move it as any other (vmseal vm migrate)",
+        vm.host_name, vm.name
+    ))
 }
 
 fn generation(run: &Run<'_>) -> Result<u64, StepError> {
@@ -168,6 +172,10 @@ async fn hand_over(run: &Run<'_>) -> Result<(), StepError> {
     if vm.host == to {
         return Ok(());
     }
+    // It may have come back while the provider was asked: its guest is not to be ended for nothing.
+    if run.hosts().connected(from).is_ok() {
+        return Err(answers_again(&vm));
+    }
     record(run, &vm, (from, to), generation).await
 }
 
@@ -183,7 +191,6 @@ async fn record(
     require_datastores(&mut write, vm, &host).await?;
     placements::set_owner(&mut write, vm.id, to, generation).await?;
     evacuations::insert(&mut write, vm.id, from, generation).await?;
-    evacuations::remove(&mut write, vm.id, to).await?;
     let detail = format!(
         "from host '{}', which does not answer, to host '{}'; what its guest had not flushed is lost",
         vm.host_name, host.name
@@ -195,7 +202,50 @@ async fn record(
 
 /// Has the new host keep all others from the VM's disks.
 async fn fence(run: &Run<'_>) -> Result<(), StepError> {
-    let generation = generation(run)?;
+    take(run, generation(run)?).await
+}
+
+/// Keeps hosts that a VM was evacuated from, and that have not said since that they have nothing of it, from its disks before it is started. An
+/// evacuation may not have got as far as that, and an agent of an earlier version does not see the lease.
+pub(super) async fn keep_former_away(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+    // It does so itself.
+    if matches!(run.task.operation, Operation::EvacuateVm { .. }) {
+        return Ok(());
+    }
+    let generation = {
+        let mut read = run.store().read().await?;
+        if !evacuations::is_awaited(&mut read, vm.id).await? {
+            return Ok(());
+        }
+        placements::generation(&mut read, vm.id).await?
+    };
+    let found = definition(run.store(), vm.id).await?;
+    let (_, spec) = found.ok_or_else(|| internal("the VM is gone"))?;
+    // Disks may have been moved to a directory since, and the VM to a host with an agent of an earlier version.
+    if !is_on_pools(&spec) || !run.has_feature(vm, FENCE_VMS).await? {
+        return Ok(());
+    }
+    match take(run, generation).await {
+        // The lease is later than what the inventory knows. Whoever has the images keeps them: the start fails then.
+        Err(StepError::Final(problem)) if problem.code == ErrorCode::Conflict => {
+            tracing::warn!(vm = %vm.id, %problem, "a VM that was evacuated is started without taking its disks");
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// Whether all disks of a VM, and their replicas, are on pools.
+fn is_on_pools(spec: &VmSpec) -> bool {
+    spec.disks().all(|disk| {
+        let replica = disk.replica.as_ref().map(|replica| &replica.datastore);
+        let mut places = std::iter::once(&disk.datastore).chain(replica);
+        places.all(|place| place.location.pool().is_some())
+    })
+}
+
+/// Has the VM's host take its disks, for a placement of this generation.
+async fn take(run: &Run<'_>, generation: u64) -> Result<(), StepError> {
     let found = definition(run.store(), run.vm_id).await?;
     let (vm, spec) = found.ok_or_else(|| internal("the VM is gone"))?;
     let agent = run.agent(&vm)?;

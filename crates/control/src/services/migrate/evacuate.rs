@@ -1,11 +1,12 @@
 //! Giving VMs to other hosts while their host does not answer: their disks are on pools of Ceph, and the cluster keeps that host from
 //! writing there.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::FENCE_VMS;
-use vmseal_api::host::{DatastoreSpec, Power};
+use vmseal_api::host::{DatastoreSpec, HostDescription, Power};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::EvacuateVm;
@@ -92,11 +93,35 @@ pub(crate) async fn evacuate_after(
             plan.steps.insert(0, wanted.explained(&fit.host));
             plan.warnings.extend([FENCED.to_owned(), OTHERS.to_owned()]);
             plan.warnings.extend(wanted.little_room(&vm, &fit));
+            plan.warnings.extend(earlier_agent(services, &vm).await?);
             plan.warnings.extend(refused);
             Outcome::Planned(plan)
         }
         done => done,
     })
+}
+
+/// What the VM's host has said of itself; a server that has restarted knows what it has recorded.
+async fn description(
+    services: &Services,
+    vm: &Vm,
+) -> Result<Option<Arc<HostDescription>>, Problem> {
+    if let Some(known) = services.hosts.view(vm.host).description.clone() {
+        return Ok(Some(known));
+    }
+    Ok(hosts::find(services, &vm.host.to_string()).await?.description.map(Arc::new))
+}
+
+/// That the agent of the VM's host does not look whether the VM has been given to another one.
+async fn earlier_agent(services: &Services, vm: &Vm) -> Result<Option<String>, Problem> {
+    let known = description(services, vm).await?;
+    let looks = |host: Arc<HostDescription>| host.features.iter().any(|known| known == FENCE_VMS);
+    Ok(known.is_some_and(|host| !looks(host)).then(|| {
+        format!(
+            "the agent of host '{}' is of an earlier version, and does not look whether its VMs have been given to others: if that host is alive, its guest may have its disks again while the VM is off on the other host. Switch that host off first",
+            vm.host_name
+        )
+    }))
 }
 
 /// What is to become of a VM at the other host.
@@ -199,17 +224,8 @@ async fn fits(
         return Err("its agent cannot take disks from other hosts: upgrade vmseal there".to_owned());
     }
     if wanted.suspended {
-        let here = services.hosts.view(vm.host).description.clone();
-        let here = match here {
-            Some(here) => here,
-            // A server that has restarted knows what it has recorded.
-            None => hosts::find(services, &vm.host.to_string())
-                .await
-                .map_err(failed)?
-                .description
-                .map(Into::into)
-                .ok_or("the host of the VM is not known well enough")?,
-        };
+        let here = description(services, vm).await.map_err(failed)?;
+        let here = here.ok_or("the host of the VM is not known well enough")?;
         same_machine(&vm.hardware, &here, &there)?;
     }
     let agent = services.hosts.connected(host.id).map_err(failed)?;

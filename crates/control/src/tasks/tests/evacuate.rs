@@ -13,7 +13,7 @@ use super::*;
 use crate::services::Outcome;
 use crate::services::caller::Caller;
 use crate::services::migrate::evacuate::{SILENCE_MIN, evacuate_after};
-use crate::store::{datastores, evacuations, hosts};
+use crate::store::{datastores, evacuations, hosts, placements};
 
 /// The host that falls silent.
 const SILENT: &str = "there";
@@ -204,6 +204,35 @@ async fn a_disk_that_cannot_be_taken_now_is_asked_for_again() {
     }
     fixture.done(Was::Running.operation(&fixture, vm).await, "web").await;
     Was::Running.assert_done(&fixture, vm, "the cluster was slow").await;
+}
+
+/// The evacuation ends when the VM is at the other host, and its disks are not: the start that people are told to try takes them.
+#[tokio::test]
+async fn a_start_takes_the_disks_that_the_evacuation_has_not_taken() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Running.before(&fixture).await;
+    make_pool(&fixture).await;
+    fixture.agent.inject(Call::FenceVm, 1, HostFault::Refuse(ErrorCode::Unsupported));
+    let task = fixture.begin(Was::Running.operation(&fixture, vm).await, "web").await;
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Unknown);
+    assert_eq!((fixture.agent.lease(vm), fixture.agent.runs(vm)), (None, false));
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    Was::Running.assert_done(&fixture, vm, "it was started by hand").await;
+}
+
+/// Otherwise it would end the VM when that leaves it once more, as any VM may.
+#[tokio::test]
+async fn a_host_that_gets_its_vm_back_is_not_to_forget_it() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Off.before(&fixture).await;
+    fixture.done(Was::Off.operation(&fixture, vm).await, "web").await;
+    let from = silent_host(&fixture).await.id;
+    let mut write = fixture.store.write().await.unwrap();
+    assert_eq!(evacuations::of_host(&mut write, from).await.unwrap(), [vm]);
+    placements::set_owner(&mut write, vm, from, GENERATION + 1).await.unwrap();
+    assert!(evacuations::of_host(&mut write, from).await.unwrap().is_empty());
+    assert!(!evacuations::is_awaited(&mut write, vm).await.unwrap());
 }
 
 #[tokio::test]
