@@ -24,6 +24,7 @@ pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod home;
 pub(crate) mod image;
+pub(crate) mod image_content;
 pub(crate) mod image_layout;
 pub(crate) mod image_notes;
 pub(crate) mod in_place;
