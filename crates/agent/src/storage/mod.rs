@@ -40,6 +40,7 @@ pub(crate) mod medium;
 pub(crate) mod memory;
 pub(crate) mod memory_transit;
 pub(crate) mod mirror;
+pub(crate) mod mount_files;
 pub(crate) mod named_keys;
 pub(crate) mod open;
 pub(crate) mod opening;
