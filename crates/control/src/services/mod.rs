@@ -57,7 +57,6 @@ pub mod metrics;
 pub mod migrate;
 pub mod mirror;
 mod nics;
-pub(crate) mod osds;
 pub mod passphrases;
 pub mod policies;
 pub mod proofs;

@@ -15,7 +15,7 @@ use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::hosts::mounted;
 use crate::operation::Operation;
-use crate::services::osds;
+use crate::osds;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
 
