@@ -51,6 +51,7 @@ pub mod problem;
 pub mod processor;
 pub mod provider_backup;
 pub mod rbd;
+mod rbd_pool;
 pub mod redundancy;
 pub mod remote;
 pub mod replica;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::datastore::RbdPool;
+use crate::rbd_pool::RbdPool;
 
 /// What the monitors' keys are called that ceph-volume makes for an OSD with dm-crypt: `dm-crypt/osd/UUID/luks`.
 pub const OSD_KEYS: &str = "dm-crypt/osd/";
@@ -303,7 +303,7 @@ impl fmt::Display for EncryptionPlace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::datastore::Messenger;
+    use crate::rbd_pool::Messenger;
 
     fn pool() -> RbdPool {
         RbdPool {

@@ -9,6 +9,8 @@
 //! | [`hosts`] | joining, one monitor per host, key delivery, alarms |
 //! | [`remotes`] | other control planes |
 //! | [`operation`], [`tasks`] | durable tasks |
+//! | `task_alarms` | alarms about tasks that need an operator |
+//! | `osds` | whether disks are on encrypted OSDs |
 //! | [`backup`] | backups of the server itself |
 //! | [`retention`] | the deletion of old events |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
@@ -23,12 +25,14 @@ pub mod hosts;
 mod locks;
 pub mod metrics;
 pub mod operation;
+mod osds;
 pub mod providers;
 pub mod remotes;
 pub mod retention;
 pub mod services;
 pub mod setup;
 pub mod store;
+mod task_alarms;
 pub mod tasks;
 #[cfg(any(test, feature = "testing"))]
 #[allow(clippy::unwrap_used, missing_docs)] // a test that cannot go on ends

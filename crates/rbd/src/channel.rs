@@ -13,7 +13,7 @@
 //! |---|---|
 //! | [`tickets`] | handles whose files may be reached, and the end of that |
 //! | [`gate`] | counts what is at work, and waits for it |
-//! | [`budget`] | how many bytes are in flight |
+//! | [`budget`] | how many bytes each image has in flight |
 //! | [`queue`] | requests of one queue |
 //! | [`connection`] | the queues of one filter |
 //! | [`listener`] | the socket |

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
-use crate::channel::budget;
+use crate::in_flight;
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, load, loaded,
 };
@@ -27,8 +27,8 @@ const BLOCKLISTED_SECONDS: &str = "604800";
 
 /// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
 /// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
-const BYTES_IN_FLIGHT: u64 = budget::BYTES_IN_FLIGHT + (128 << 20);
-const REQUESTS_IN_FLIGHT: u64 = budget::REQUESTS_IN_FLIGHT + 1024;
+const BYTES_IN_FLIGHT: u64 = in_flight::BYTES_IN_FLIGHT + (128 << 20);
+const REQUESTS_IN_FLIGHT: u64 = in_flight::REQUESTS_IN_FLIGHT + 1024;
 
 /// How many keys of a directory are read at a time.
 const KEYS_AT_A_TIME: u64 = 512;

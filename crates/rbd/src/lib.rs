@@ -27,6 +27,7 @@
 //! | [`library`] | their functions |
 //! | [`buffers`], [`parts`] | memory for reads, and memory that filters share |
 //! | [`channel`] | the way of a disk's data without FUSE |
+//! | [`in_flight`] | how much filters may have in flight by it |
 //! | [`trial`] | whether a user may change what is in a pool |
 //! | [`predecessors`] | who served the mount before, for their locks |
 //! | [`confinement`] | what the process may still do |
@@ -42,6 +43,7 @@ pub mod file_system;
 pub mod holes;
 pub mod image;
 pub mod image_layout;
+pub mod in_flight;
 pub mod inode;
 pub mod library;
 pub mod locks;

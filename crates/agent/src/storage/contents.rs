@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,16 +18,14 @@ use jiff::Timestamp;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use vmseal_api::datastore::{
-    Claim, DatastoreContents, FoundImage, ImageContent, NamedImage, SCAN_ENTRIES_MAX,
-    SCAN_IMAGES_MAX,
+    DatastoreContents, FoundImage, ImageContent, NamedImage, SCAN_ENTRIES_MAX, SCAN_IMAGES_MAX,
 };
 use vmseal_api::host::DatastoreSpec;
-use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_luks::KeyReference;
 
-use crate::storage::facts::told_role;
 use crate::storage::home::{self, DESCRIPTOR};
+use crate::storage::image_content::look;
 use crate::storage::image_notes;
 use crate::storage::mark::{self, MARKER};
 use crate::storage::shared::CHECK_FILE;
@@ -40,12 +38,6 @@ const TIME_MAX: Duration = Duration::from_secs(40);
 
 /// How long the caller waits for a scan, which checks its time between two entries only.
 const TIMEOUT: Duration = Duration::from_secs(50);
-
-/// The longest key id that is reported, in bytes; real ones are UUIDs or short numbers.
-const KEY_ID_MAX: usize = 256;
-
-/// The most tokens that are listed of one image; a header of vmseal's has one, or two for a while.
-const CLAIMS_MAX: usize = 4;
 
 /// The most bytes of paths and key ids in all: even at six bytes each in JSON, the answer is accepted.
 const TEXT_MAX: usize = 1536 * 1024;
@@ -71,9 +63,6 @@ const OURS: [&str; 15] = [
 
 /// The ends of the names of directories of what TPMs keep: as they are, and as they come and go with a mirror.
 const TPM: [&str; 4] = [".tpm", ".copy-tpm", ".copy-tpm.new", ".source-tpm"];
-
-/// The magic numbers of the two copies of a LUKS header, and their places.
-const MAGICS: [(&[u8; 6], u64); 2] = [(b"LUKS\xba\xbe", 0), (b"SKUL\xba\xbe", 16 * 1024)];
 
 /// The bounds of a scan.
 #[derive(Clone, Copy)]
@@ -311,50 +300,6 @@ fn of_tpm(place: &Path) -> bool {
     name.is_some_and(is_of_tpm) && home.is_some_and(|home| home.parse::<VmId>().is_ok())
 }
 
-/// Reads the head of a file; none when it is not a regular file after all.
-pub fn look(at: &Path) -> io::Result<Option<(std::fs::Metadata, ImageContent)>> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(at)?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Ok(None);
-    }
-    let content = content(&file)?;
-    Ok(Some((metadata, content)))
-}
-
-fn content(file: &File) -> io::Result<ImageContent> {
-    let mut luks = false;
-    for (magic, offset) in MAGICS {
-        let mut begins = [0; 6];
-        luks |= file.read_at(&mut begins, offset)? == begins.len() && begins == *magic;
-    }
-    if !luks {
-        return Ok(ImageContent::Raw);
-    }
-    Ok(match vmseal_luks::inspect(file) {
-        Ok((references, _)) => claims(&references),
-        Err(error) => ImageContent::ForeignLuks { detail: error.to_string() },
-    })
-}
-
-fn claims(references: &[KeyReference]) -> ImageContent {
-    if references.len() > CLAIMS_MAX || references.iter().any(|of| of.key_id.len() > KEY_ID_MAX) {
-        let detail = "its tokens are longer, or more, than vmseal writes".to_owned();
-        return ImageContent::ForeignLuks { detail };
-    }
-    let claim = |of: &KeyReference| Claim {
-        vm: VmId(of.vm),
-        disk: DiskId(of.disk),
-        provider: ProviderId(of.provider),
-        key_id: of.key_id.clone(),
-        role: told_role(of.role),
-    };
-    ImageContent::Vmseal { claims: references.iter().map(claim).collect() }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
@@ -362,7 +307,7 @@ mod tests {
     use vmseal_secret::derive::KeyContext;
     use vmseal_secret::{DEK_LEN, KEK_LEN, SecretBytes};
 
-    use vmseal_api::datastore::HeaderRole;
+    use vmseal_api::datastore::{Claim, HeaderRole};
     use vmseal_api::host::DatastoreLocation;
 
     use super::*;

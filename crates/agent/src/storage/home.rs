@@ -363,9 +363,17 @@ impl Home {
             && before.key.as_ref().is_some_and(|named| named != key)
         {
             let encrypted = before.disks.iter().filter(|disk| disk.encrypted);
-            encrypted.map(|disk| disk.disk).try_for_each(|it| named_keys::check(self, spec, it))?;
+            encrypted.map(|disk| disk.disk).try_for_each(|it| self.check_named_key(spec, it))?;
         }
         self.describe_locked(spec, here, None)
+    }
+
+    /// Refuses if the header of a disk in this home, or of a disk's replica, does not name the VM's key. Blocks.
+    ///
+    /// # Errors
+    /// As [`named_keys::check`].
+    pub fn check_named_key(&self, spec: &VmSpec, disk: DiskId) -> Result<(), Problem> {
+        named_keys::check(&[self.image(disk), self.replica(disk)], spec, disk)
     }
 
     /// Opens a replica or a map in this home, or makes an empty one; locked. `here` is the datastore.

@@ -25,7 +25,7 @@ use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
 use crate::mounts::{POOL, file_system, served_by, served_by_now};
-use crate::storage::{pool_keys, pool_ways};
+use crate::storage::{mount_files, pool_keys, pool_ways};
 use crate::timed::{SHORT_TIMEOUT, Silent, answer_within};
 
 /// How long mounting may take: `vmseal-rbd` itself gives up connecting after 30 seconds. A remount may have less left.
@@ -179,7 +179,7 @@ pub(super) fn start_and_wait(
         Problem::new(ErrorCode::Unreachable, format!("the pool '{pool}' is not mounted: {what}"))
     };
     let records = run_dir.join("rbd");
-    let log_path = records.join(format!("{}.log", name(path)));
+    let log_path = mount_files::log(&records, path);
     let started = vmseal_api::atomic_file::private_directory(&records)
         .and_then(|()| OpenOptions::new().create(true).append(true).mode(0o600).open(&log_path))
         .and_then(|log| {
@@ -244,11 +244,6 @@ pub(super) fn not_started(program: &Path, error: &io::Error) -> String {
         ),
         _ => format!("vmseal-rbd cannot be started: {error}"),
     }
-}
-
-/// A mount point's name among others, as a file's name.
-pub(super) fn name(path: &Path) -> String {
-    path.to_string_lossy().trim_start_matches('/').replace('/', "-")
 }
 
 /// Starts `vmseal-rbd`, by systemd where that runs.

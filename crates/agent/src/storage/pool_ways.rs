@@ -13,7 +13,7 @@ use vmseal_api::atomic_file::private_directory;
 use vmseal_api::datastore::RbdPool;
 
 use crate::storage::json_file;
-use crate::storage::pool::name;
+use crate::storage::mount_files;
 
 /// The longest note, in bytes: five fields of 1024 bytes, each of which JSON may make six times as long, and a path.
 const NOTE_MAX: u64 = 64 * 1024;
@@ -47,20 +47,16 @@ pub fn forget(records: Option<&Path>, path: &Path) {
     let mut all = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     all.insert(path.to_owned(), None);
     if let Some(records) = records
-        && let Err(error) = std::fs::remove_file(place_of(records, path))
+        && let Err(error) = std::fs::remove_file(mount_files::way(records, path))
         && error.kind() != std::io::ErrorKind::NotFound
     {
         tracing::warn!(path = %path.display(), %error, "how a pool was mounted is not forgotten");
     }
 }
 
-fn place_of(records: &Path, path: &Path) -> PathBuf {
-    records.join(format!("{}.way", name(path)))
-}
-
 /// A note; none where there is none, or it is damaged.
 fn read(records: &Path, path: &Path) -> Option<RbdPool> {
-    let read = json_file::read(&place_of(records, path), NOTE_MAX);
+    let read = json_file::read(&mount_files::way(records, path), NOTE_MAX);
     let text = read.unwrap_or_else(|problem| {
         tracing::warn!(path = %path.display(), %problem, "how a pool is mounted is not known");
         None
@@ -78,7 +74,7 @@ fn note(records: &Path, path: &Path, pool: &RbdPool) {
         tracing::warn!(path = %records.display(), %error, "how a pool is mounted is not noted");
         return;
     }
-    if let Err(problem) = json_file::write(&place_of(records, path), pool) {
+    if let Err(problem) = json_file::write(&mount_files::way(records, path), pool) {
         tracing::warn!(path = %path.display(), %problem, "how a pool is mounted is not noted");
     }
 }
@@ -134,7 +130,7 @@ mod tests {
     fn without_a_note_that_can_be_read_what_is_given_counts() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("ceph");
-        std::fs::write(place_of(directory.path(), &path), "{\"monitors\":").unwrap();
+        std::fs::write(mount_files::way(directory.path(), &path), "{\"monitors\":").unwrap();
         let (first, second) = (way("first", None), way("second", Some(20)));
         assert_eq!(latest(Some(directory.path()), &path, &first).monitors, "first");
         // One that cannot be written does not keep the pool from being mounted.

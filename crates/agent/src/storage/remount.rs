@@ -29,6 +29,7 @@ use vmseal_secret::SecretBytes;
 
 use crate::keys::KeyBox;
 use crate::mounts::served_by_now;
+use crate::storage::mount_files;
 use crate::storage::pool::{self, MOUNT_TIMEOUT, PROGRAM_NAME};
 use crate::timed::Silent;
 
@@ -235,7 +236,7 @@ fn try_to_connect(
     (key, cluster): (Option<&SecretBytes>, Option<&str>),
 ) -> Result<(), String> {
     let records = run_dir.join("rbd");
-    let log_path = records.join(format!("{}.trial.log", pool::name(path)));
+    let log_path = mount_files::trial_log(&records, path);
     let mut arguments: Vec<OsString> = vec!["--check".into()];
     if let Some(cluster) = cluster {
         arguments.extend(["--cluster".into(), cluster.into()]);

@@ -12,11 +12,11 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskState};
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::Problem;
 
-use crate::storage::contents::look;
 use crate::storage::descriptor;
 use crate::storage::facts;
 use crate::storage::file_error::failed;
 use crate::storage::home::DESCRIPTOR;
+use crate::storage::image_content::look;
 use crate::storage::mark::{directory, marker};
 
 /// The most directory entries that are looked at, so that a foreign tree does not delay it for long.

@@ -54,7 +54,8 @@ pub async fn run(
             let way = SetDatastore { osd_encryption, monitors, user, messenger, keyring, key };
             if way != SetDatastore::default() {
                 let way = (name.as_str(), way, key_file.as_deref());
-                return datastore_way::set(server, output, way, dry_run.dry_run).await;
+                let now = datastore_way::set(server, output, way, dry_run.dry_run).await?;
+                return now.map_or(Ok(()), |it| print::one(output, &it, &details(&it)));
             }
             let key_file = key_file.context("say what to change")?;
             let key = (name.as_str(), key_file.as_path(), force);

@@ -7,19 +7,19 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::{DatastoreHost, RbdPool, SetDatastore};
 use vmseal_api::model::{Datastore, RekeyedDatastore};
 
-use super::datastore::details;
 use super::datastore_key;
 use crate::arguments::Output;
-use crate::print::{self, plan};
+use crate::print::plan;
 use crate::stream::say;
 
-/// Changes what is given, and with a file its user's key, which the server holds.
+/// Changes what is given, and with a file its user's key, which the server holds; the datastore afterwards, unless it was only a dry run,
+/// which is shown.
 pub async fn set(
     server: &ServerClient,
     output: Output,
     (name, change, key_file): (&str, SetDatastore, Option<&Path>),
     dry_run: bool,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<Datastore>> {
     let path = format!("datastores/{name}");
     let key = match key_file {
         Some(file) => {
@@ -30,14 +30,14 @@ pub async fn set(
     };
     let request = SetDatastore { key, ..change };
     if dry_run {
-        return plan::show(output, &server.try_patch(&path, &request).await?);
+        plan::show(output, &server.try_patch(&path, &request).await?)?;
+        return Ok(None);
     }
     let changed: RekeyedDatastore = server.patch(&path, &request).await?;
     for warning in &changed.warnings {
         say(format!("warning: {warning}"));
     }
-    let datastore = changed.datastore;
-    print::one(output, &datastore, &details(&datastore))
+    Ok(Some(changed.datastore))
 }
 
 /// Whose key is read: the new user's, else that of the datastore.

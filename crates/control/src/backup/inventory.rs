@@ -15,7 +15,7 @@ use crate::store::{
     Part, Store, StoreError, evacuations, hosts, memory_generations, placements, policies,
     providers, tasks, vms,
 };
-use crate::tasks::alarms;
+use crate::task_alarms;
 
 /// How long the copy may wait for a lock of the inventory: as long as a request does.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(15);
@@ -85,7 +85,7 @@ pub(super) async fn settle(store: &Store, made: Timestamp) -> Result<InventoryCo
         task.waiting = None;
         task.problem = Some(Problem::new(ErrorCode::WrongState, detail));
         tasks::update(&mut write, &task).await?;
-        alarms::unfinished(&mut write, &task).await?;
+        task_alarms::unfinished(&mut write, &task).await?;
     }
     // VMs may have been suspended and resumed since.
     memory_generations::accept_all(&mut write).await?;

@@ -28,10 +28,11 @@ use super::vms::{
     require_no_template, require_ready, word,
 };
 use super::{
-    Outcome, PageRequest, Services, features, image_layouts, osds, redundancy, temporary_snapshot,
+    Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
 };
 use crate::hosts::mounted;
 use crate::operation::{Definition, Operation};
+use crate::osds;
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;

@@ -19,11 +19,10 @@ use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{begin, plan};
-use super::{
-    Outcome, Services, cloud_init, hardware, image_layouts, osds, redundancy, room, usage,
-};
+use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
 use crate::hosts::mounted;
 use crate::operation::Operation;
+use crate::osds;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, hosts, nics, policies, providers, vms};

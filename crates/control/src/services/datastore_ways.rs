@@ -18,7 +18,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, Services, datastore_keys, datastores as service};
+use super::{Outcome, Services, datastore_keys, stated_osds};
 use crate::hosts::{is_silence, pool_keys};
 use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::events::NewEvent;
@@ -67,7 +67,7 @@ pub(super) async fn set(
         if stated.is_none() {
             return Ok(nothing_to_do(before, dry_run));
         }
-        let set = service::state_osds(services, caller, name, stated, dry_run).await?;
+        let set = stated_osds::state(services, caller, name, stated, dry_run).await?;
         return Ok(set.map(|datastore| (datastore, Vec::new())));
     }
     for on in &changed {
@@ -85,7 +85,7 @@ pub(super) async fn set(
         let wrapped = pool_keys::wrapped(&services.data_dir, before.id, key)?;
         store_keys::set(&mut write, before.id, &wrapped).await?;
     }
-    let of_osds = request.osd_encryption.map(service::said_of_osds);
+    let of_osds = request.osd_encryption.map(stated_osds::said);
     if let Some(stated) = request.osd_encryption {
         datastores::set_osds_stated(&mut write, before.id, stated.stated()).await?;
     }

@@ -20,7 +20,7 @@ use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
-use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of};
+use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of, stated_osds};
 use crate::hosts::pool_keys;
 use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
@@ -28,9 +28,6 @@ use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks
 
 /// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
 const PATH_LEN_MAX: usize = 3072;
-
-/// Why nothing is stated of the OSDs of a directory.
-const NO_OSDS: &str = "is of pools of Ceph: a directory has no OSDs";
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
     let shown_on = |on: OnHost| {
@@ -231,7 +228,7 @@ pub async fn add(
     check_location(&request.location)?;
     let request = AddDatastore { location: request.location.asked(), ..request };
     if request.osd_encryption.is_some() && request.location.pool().is_none() {
-        return Err(Problem::invalid("osd_encryption", NO_OSDS));
+        return Err(Problem::invalid("osd_encryption", stated_osds::NO_OSDS));
     }
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
@@ -364,53 +361,12 @@ pub async fn set(
     let other = SetDatastore { osd_encryption: None, ..request.clone() };
     let set = if other == SetDatastore::default() {
         let stated = request.osd_encryption;
-        let set = state_osds(services, caller, name, stated, dry_run).await?;
+        let set = stated_osds::state(services, caller, name, stated, dry_run).await?;
         set.map(|datastore| (datastore, Vec::new()))
     } else {
         datastore_ways::set(services, caller, name, request, dry_run).await?
     };
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
-}
-
-/// What is noted of a cluster's OSDs, for people.
-pub(super) fn said_of_osds(stated: StatedOsds) -> &'static str {
-    match stated {
-        StatedOsds::Yes => "the OSDs of its cluster are stated to be encrypted",
-        StatedOsds::No => "the OSDs of its cluster are stated not to be encrypted",
-        StatedOsds::Ask => "its cluster is asked whether its OSDs are encrypted",
-    }
-}
-
-/// Changes what is stated of the OSDs of a pool's cluster, and nothing else.
-pub(super) async fn state_osds(
-    services: &Services,
-    caller: &Caller,
-    name: &str,
-    stated: Option<StatedOsds>,
-    dry_run: bool,
-) -> Result<Outcome<datastores::Datastore>, Problem> {
-    caller.require(Privilege::ManageDatastores)?;
-    let mut write = services.store.write().await?;
-    let datastore = datastores::find(&mut write, name).await?;
-    let datastore = datastore.ok_or_else(|| Problem::not_found("datastore", name))?;
-    let Some(stated) = stated else {
-        let detail = "must be given, or what else is to be changed: monitors, user, messenger, keyring or key";
-        return Err(Problem::invalid("osd_encryption", detail));
-    };
-    if datastore.hosts.iter().all(|on| on.location.pool().is_none()) {
-        return Err(Problem::invalid("osd_encryption", NO_OSDS));
-    }
-    let (kind, target) = ("datastore.changed", datastore.name.as_str());
-    let detail = said_of_osds(stated);
-    datastores::set_osds_stated(&mut write, datastore.id, stated.stated()).await?;
-    write.event(NewEvent { kind, actor: caller.name(), target, detail }).await?;
-    if dry_run {
-        return Ok(Outcome::planned("datastore.set", target, format!("note that {detail}")));
-    }
-    let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
-    let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
-    write.commit().await?;
-    Ok(Outcome::Done(now))
 }
 
 /// Removes a datastore without disks from the inventory; other files on it stay.

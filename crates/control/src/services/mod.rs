@@ -22,6 +22,7 @@
 //! | [`set_policy`] | changes of policies, and what they mean for VMs |
 //! | [`sharing`] | datastores that several hosts have |
 //! | `datastore_keys`, `datastore_ways` | the keys of pools that the server holds, and how hosts get to pools |
+//! | `stated_osds` | what administrators state of the OSDs of pools' clusters |
 //! | [`remount`] | pools that hosts mount anew, with the key of now |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
@@ -56,7 +57,6 @@ pub mod metrics;
 pub mod migrate;
 pub mod mirror;
 mod nics;
-pub(crate) mod osds;
 pub mod passphrases;
 pub mod policies;
 pub mod proofs;
@@ -74,6 +74,7 @@ pub mod set_policy;
 pub mod set_vm;
 pub mod sharing;
 pub mod snapshots;
+mod stated_osds;
 pub mod suspend;
 pub mod tasks;
 mod temporary_snapshot;

@@ -20,7 +20,8 @@ use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
 use super::policies::{asked_messenger, asked_osds, check_replica, require_ungiven};
 use super::redundancy::{self, Lacking};
-use super::{Outcome, Services, image_layouts, osds};
+use super::{Outcome, Services, image_layouts};
+use crate::osds;
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
 

@@ -15,9 +15,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, examine_change, image_layouts, osds, page_of, room};
+use super::{Outcome, PageRequest, Services, examine_change, image_layouts, page_of, room};
 use crate::hosts::mounted;
 use crate::operation::Operation;
+use crate::osds;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;

@@ -23,7 +23,7 @@ use super::migrate_vm::watched::migrated;
 use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
-use super::{alarms, steps};
+use super::steps;
 use crate::hosts::Hosts;
 use crate::operation::{Operation, Placed};
 use crate::providers::Providers;
@@ -31,6 +31,7 @@ use crate::remotes::Remotes;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 use crate::store::{Store, StoreError, Write, hosts, placements};
+use crate::task_alarms;
 
 /// The handle of a running task.
 struct Running {
@@ -203,7 +204,7 @@ impl Engine {
         tracing::error!(task = %task.id, why, "the task is left as it is");
         let noted = async {
             let mut write = self.environment.context.store.write().await?;
-            alarms::unreadable(&mut write, task, why).await?;
+            task_alarms::unreadable(&mut write, task, why).await?;
             write.commit().await
         };
         if let Err(error) = noted.await {
@@ -375,7 +376,7 @@ impl Engine {
             let detail = "the task has ended, and left nothing to deal with";
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
-        alarms::clear(write, &task).await?;
+        task_alarms::clear(write, &task).await?;
         let detail = format!("{} as task {}", task.operation.kind(), task.id);
         let (kind, target) = ("task.resolved", task.target.as_str());
         write.event(NewEvent { kind, actor, target, detail: &detail }).await?;

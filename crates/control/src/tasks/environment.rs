@@ -11,7 +11,6 @@ use vmseal_api::model::TaskState;
 #[cfg(test)]
 use vmseal_api::problem::Problem;
 
-use super::alarms;
 use super::held_steps::HeldSteps;
 use super::limits::Limits;
 use super::run::Context;
@@ -19,6 +18,7 @@ use crate::metrics;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
+use crate::task_alarms;
 
 /// How often, and with what pauses, a step is tried while a host does not answer.
 #[derive(Clone, Copy, Debug)]
@@ -140,8 +140,8 @@ impl Environment {
                 tasks::update(&mut write, task).await?;
                 if let Some((kind, vm)) = ended {
                     match task.state {
-                        TaskState::Unknown => alarms::unfinished(&mut write, task).await?,
-                        TaskState::Done => alarms::answered(&mut write, task, vm).await?,
+                        TaskState::Unknown => task_alarms::unfinished(&mut write, task).await?,
+                        TaskState::Done => task_alarms::answered(&mut write, task, vm).await?,
                         _ => {}
                     }
                     let mut detail = format!("{} as task {}", task.operation.kind(), task.id);

@@ -15,18 +15,16 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use vmseal_api::host::version::FENCE_VMS;
-use vmseal_api::host::{Fence, VmSpec};
 use vmseal_api::id::HostId;
 use vmseal_api::model::Lifecycle;
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 
 use super::change_host::{arrive, require_datastores};
+use super::fencing;
 use super::run::{Run, StepError, internal, wrong_state};
 use super::start_vm::{self, locked};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
-use crate::hosts::{definition, for_agent};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -202,62 +200,7 @@ async fn record(
 
 /// Has the new host keep all others from the VM's disks.
 async fn fence(run: &Run<'_>) -> Result<(), StepError> {
-    take(run, generation(run)?).await
-}
-
-/// Keeps hosts that a VM was evacuated from, and that have not said since that they have nothing of it, from its disks before it is started. An
-/// evacuation may not have got as far as that, and an agent of an earlier version does not see the lease.
-pub(super) async fn keep_former_away(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
-    // It does so itself.
-    if matches!(run.task.operation, Operation::EvacuateVm { .. }) {
-        return Ok(());
-    }
-    let generation = {
-        let mut read = run.store().read().await?;
-        if !evacuations::is_awaited(&mut read, vm.id).await? {
-            return Ok(());
-        }
-        placements::generation(&mut read, vm.id).await?
-    };
-    let found = definition(run.store(), vm.id).await?;
-    let (_, spec) = found.ok_or_else(|| internal("the VM is gone"))?;
-    // Disks may have been moved to a directory since, and the VM to a host with an agent of an earlier version.
-    if !is_on_pools(&spec) || !run.has_feature(vm, FENCE_VMS).await? {
-        return Ok(());
-    }
-    match take(run, generation).await {
-        // The lease is later than what the inventory knows. Whoever has the images keeps them: the start fails then.
-        Err(StepError::Final(problem)) if problem.code == ErrorCode::Conflict => {
-            tracing::warn!(vm = %vm.id, %problem, "a VM that was evacuated is started without taking its disks");
-            Ok(())
-        }
-        other => other,
-    }
-}
-
-/// Whether all disks of a VM, and their replicas, are on pools.
-fn is_on_pools(spec: &VmSpec) -> bool {
-    spec.disks().all(|disk| {
-        let replica = disk.replica.as_ref().map(|replica| &replica.datastore);
-        let mut places = std::iter::once(&disk.datastore).chain(replica);
-        places.all(|place| place.location.pool().is_some())
-    })
-}
-
-/// Has the VM's host take its disks, for a placement of this generation.
-async fn take(run: &Run<'_>, generation: u64) -> Result<(), StepError> {
-    let found = definition(run.store(), run.vm_id).await?;
-    let (vm, spec) = found.ok_or_else(|| internal("the VM is gone"))?;
-    let agent = run.agent(&vm)?;
-    let here = agent.describe().await?;
-    let vm = for_agent(spec, Some(&here));
-    match agent.fence_vm(Fence { vm, generation }).await {
-        // The cluster is slow, or has not enough OSDs at the moment: there is no way back, so it is asked until it answers.
-        Err(problem) if matches!(problem.code, ErrorCode::Internal | ErrorCode::NoSpace) => {
-            Err(StepError::Again(problem))
-        }
-        other => Ok(other?),
-    }
+    fencing::take(run, generation(run)?).await
 }
 
 /// Starts it.

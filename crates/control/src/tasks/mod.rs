@@ -12,12 +12,10 @@
 //! | `runner` | runs one task |
 //! | `waits` | what a task waits for after a step failed |
 //! | `limits` | concurrency limits |
-//! | `alarms` | alarms about tasks that need an operator |
 //! | `run` | the context of a step |
 
 mod add_disk;
 pub(crate) mod adopt_vm;
-pub(crate) mod alarms;
 pub mod autostart;
 pub(crate) mod backups;
 mod change_host;
@@ -30,6 +28,7 @@ pub mod engine;
 mod environment;
 mod evacuate_vm;
 mod export_disk;
+mod fencing;
 mod grow_disk;
 mod held_steps;
 mod job;

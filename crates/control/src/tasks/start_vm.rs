@@ -10,13 +10,13 @@ use vmseal_api::host::version::MEMORY_GENERATION;
 use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::evacuate_vm;
+use super::fencing;
 use super::run::{Run, StepError, absent_is_fine, state_of};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::hosts::mounted;
 use crate::operation::Operation;
-use crate::services::osds;
+use crate::osds;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
 
@@ -151,7 +151,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     if !matches!(run.task.operation, Operation::RebootVm { .. }) {
         require_places(run, &vm).await?;
     }
-    evacuate_vm::keep_former_away(run, &vm).await?;
+    fencing::keep_former_away(run, &vm).await?;
     let agent = run.agent(&vm)?;
     let first = match run.task.operation {
         Operation::StartVm { boot_once, .. } => boot_once,

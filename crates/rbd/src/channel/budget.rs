@@ -17,22 +17,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use vmseal_channel::REQUEST_BYTES_MAX;
 
-/// The most bytes in flight of all filters together: so much that a disk which is busy alone has 128 MiB under way, 32 requests of 4 MiB.
-/// With those of FUSE and of the library it stays far below the limit of the process's memory.
-pub const BYTES_IN_FLIGHT: u64 = 512 << 20;
+use crate::in_flight::BYTES_IN_FLIGHT;
 
 /// The most that a request counts for: that of the longest one with data. One for zeroes, or for small objects, may be in more objects.
 const AT_ONCE: u64 = REQUEST_BYTES_MAX;
 
 /// An image leaves this many times as much to the others as it has under way.
 const OTHERS: u64 = 3;
-
-/// What a request counts for at least, in bytes, for each object that it is in: librbd makes a request to each of them, and the library
-/// has a limit for their number, too.
-pub const OF_OBJECT: u64 = 32 << 10;
-
-/// The most requests to objects in flight of all filters together, but for those for zeroes that are in very many.
-pub const REQUESTS_IN_FLIGHT: u64 = BYTES_IN_FLIGHT / OF_OBJECT;
 
 /// What filters may have in flight together.
 pub struct Budget {
@@ -140,6 +131,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::in_flight::OF_OBJECT;
 
     /// Long enough for who need not wait.
     const SOON: Duration = Duration::from_millis(50);

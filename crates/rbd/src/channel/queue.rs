@@ -11,10 +11,11 @@ use vmseal_channel::{
     ring_doorbell, send,
 };
 
-use crate::channel::budget::{OF_OBJECT, Taken};
+use crate::channel::budget::Taken;
 use crate::channel::gate::Inside;
 use crate::channel::service::Service;
 use crate::channel::tickets::{Holder, Ticket};
+use crate::in_flight::OF_OBJECT;
 use crate::open_file::{FileImage, OpenFile};
 use crate::parts::{Parts, Regions};
 

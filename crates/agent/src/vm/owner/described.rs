@@ -22,7 +22,6 @@ use crate::storage::descriptor;
 use crate::storage::facts::from_api;
 use crate::storage::file_error::failed;
 use crate::storage::home::Home;
-use crate::storage::named_keys;
 use crate::storage::opening::header_problem;
 
 /// How long a VM that is unregistered waits for its descriptors: a datastore that answers takes less.
@@ -134,10 +133,10 @@ fn check_key(home: &Home, spec: &VmSpec, kek: Option<&SecretBytes>) -> Result<()
     }
     let described = there.iter().flat_map(|there| &there.disks).filter(|disk| disk.encrypted);
     for disk in described {
-        named_keys::check(home, spec, disk.disk)?;
+        home.check_named_key(spec, disk.disk)?;
     }
     for disk in spec.disks().filter(|disk| disk.encrypted) {
-        named_keys::check(home, spec, disk.disk)?;
+        home.check_named_key(spec, disk.disk)?;
         let pinned = disk.facts.as_ref().and_then(|facts| from_api(disk, facts));
         if let (Some(pinned), Some(key), Some(kek)) = (pinned, &spec.key, kek)
             && let Some(image) = opened(&home.image(disk.disk))?

@@ -15,10 +15,11 @@ use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival, 
 use vmseal_api::size::Size;
 
 use crate::hosts::HostView;
+use crate::osds;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};
-use crate::services::{Services, hardware, hosts, image_layouts, osds};
+use crate::services::{Services, hardware, hosts, image_layouts};
 use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};

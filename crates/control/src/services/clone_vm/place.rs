@@ -5,7 +5,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
 
 use crate::hosts::mounted;
-use crate::services::{Services, create_vm, image_layouts, osds, redundancy};
+use crate::osds;
+use crate::services::{Services, create_vm, image_layouts, redundancy};
 use crate::store::datastores;
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;

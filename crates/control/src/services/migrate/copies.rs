@@ -10,8 +10,9 @@ use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
 use super::kept;
+use crate::osds;
+use crate::services::Services;
 use crate::services::vms::require_no_clones;
-use crate::services::{Services, osds};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::dumps;

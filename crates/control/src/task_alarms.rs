@@ -36,7 +36,7 @@ pub(crate) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(),
 }
 
 /// Raises the alarm of a task that this version does not run.
-pub(super) async fn unreadable(
+pub(crate) async fn unreadable(
     write: &mut Write<'_>,
     task: &Task,
     why: &str,
@@ -61,13 +61,13 @@ async fn raise(
 }
 
 /// Clears a task's alarm.
-pub(super) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
+pub(crate) async fn clear(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
     alarms::replace(write, &source(task), &[]).await
 }
 
 /// Clears the alarms that a task's success makes obsolete: those of the same operation on its VM, or on the same disk
 /// of it, and all of a deleted VM. Whatever copies the disks of a VM removes first what others that do so have left.
-pub(super) async fn answered(
+pub(crate) async fn answered(
     write: &mut Write<'_>,
     done: &Task,
     vm: VmId,

@@ -15,7 +15,7 @@ use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 
 /// A disk that is not, or would not be, on encrypted OSDs as its policy asks.
-pub(super) struct Lacking {
+pub(crate) struct Lacking {
     /// The disk.
     pub disk: String,
     /// Its datastore.
@@ -25,7 +25,7 @@ pub(super) struct Lacking {
 }
 
 /// The first of these disks that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory has no OSDs.
-pub(super) async fn lacking(
+pub(crate) async fn lacking(
     from: &mut SqliteConnection,
     policy: &Policy,
     disks: &[Disk],
@@ -67,7 +67,7 @@ pub(crate) async fn require(
 
 /// Why disks of VMs that have a policy may not get to a datastore of a host to which they move, for people: for its connections, or its
 /// OSDs. None where they may.
-pub(super) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> Option<String> {
+pub(crate) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> Option<String> {
     let on = datastore.on(host)?;
     let pool = on.location.pool()?;
     if policy.messenger == Some(Messenger::Secure) && pool.messenger != Messenger::Secure {
@@ -91,13 +91,13 @@ pub(super) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> O
 }
 
 /// The datastores of those of these disks that are in pools.
-pub(super) fn in_pools(disks: &[Disk]) -> HashMap<DiskId, DatastoreId> {
+pub(crate) fn in_pools(disks: &[Disk]) -> HashMap<DiskId, DatastoreId> {
     let in_pools = disks.iter().filter(|disk| disk.datastore.location.pool().is_some());
     in_pools.map(|disk| (disk.id, disk.datastore.datastore)).collect()
 }
 
 /// Says of each disk of a VM where it is encrypted.
-pub(super) fn tell(
+pub(crate) fn tell(
     vm: &mut Vm,
     in_pools: &HashMap<DiskId, DatastoreId>,
     known: &HashMap<DatastoreId, OsdFacts>,
