@@ -1,5 +1,6 @@
 //! A connection to a Ceph cluster, and a pool of it with its objects.
 
+mod blocklist;
 mod change;
 
 use std::ffi::{CStr, CString, c_char};
@@ -21,10 +22,6 @@ pub(crate) use self::change::Change;
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
 
-/// How long an address stays on the cluster's blocklist of which a lock was broken: a week. The cluster's own hour is too short: who hangs for
-/// longer, and then goes on, would have the cluster take what it had under way.
-const BLOCKLISTED_SECONDS: &str = "604800";
-
 /// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
 /// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
 const BYTES_IN_FLIGHT: u64 = in_flight::BYTES_IN_FLIGHT + (128 << 20);
@@ -35,6 +32,7 @@ const KEYS_AT_A_TIME: u64 = 512;
 
 /// Room for a cluster's fsid: a UUID as text, and the byte that ends it.
 const FSID_BYTES: usize = 37;
+
 /// The options that say how data goes over the network: to OSDs, and to monitors.
 const MESSENGER_OPTIONS: [&str; 2] = ["ms_client_mode", "ms_mon_client_mode"];
 
@@ -175,7 +173,6 @@ impl Cluster {
             ("rbd_skip_partial_discard", "false"),
             // Who is taken a lock from cannot write any more.
             ("rbd_blocklist_on_break_lock", "true"),
-            ("rbd_blocklist_expire_seconds", BLOCKLISTED_SECONDS),
             ("log_file", ""),
             ("log_to_stderr", "false"),
             ("admin_socket", ""),
@@ -315,7 +312,7 @@ impl Drop for Cluster {
 /// A pool, or a namespace of one.
 pub struct Pool {
     io: IoContext,
-    _cluster: Arc<Cluster>,
+    cluster: Arc<Cluster>,
 }
 
 // SAFETY: as for a cluster. The namespace is set before the pool is shared.
@@ -365,7 +362,7 @@ impl Pool {
                 .map_err(failed)?;
             (rados.rados_ioctx_set_namespace)(io, namespace.as_ptr());
         }
-        Ok(Self { io, _cluster: Arc::clone(cluster) })
+        Ok(Self { io, cluster: Arc::clone(cluster) })
     }
 
     pub(crate) fn context(&self) -> IoContext {

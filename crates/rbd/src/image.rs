@@ -42,7 +42,7 @@ pub struct Image {
     /// How many bytes are in one object before the next one follows: all that an object has, unless it is striped.
     unit: u64,
     /// The image is closed before its pool.
-    _pool: Arc<Pool>,
+    pool: Arc<Pool>,
 }
 
 // SAFETY: librbd is made for use by several threads (rbd/librbd.h); the handle is an address.
@@ -184,6 +184,7 @@ impl Image {
 
     /// Breaks the lock of another process, whose address is on the cluster's blocklist before that. One that it has given up is broken.
     fn break_lock(&self, owner: &str) -> io::Result<()> {
+        self.pool.put_on_blocklist(owner)?;
         let owner = text(owner)?;
         let break_lock = loaded().rbd.rbd_lock_break;
         // SAFETY: the image is open, the text outlives the call.
@@ -208,7 +209,7 @@ impl Image {
         // SAFETY: the pool is open; the handle is written if the call succeeds.
         checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
         let size = AtomicU64::new(0);
-        let mut image = Self { handle, size, striped: false, unit, _pool: Arc::clone(pool) };
+        let mut image = Self { handle, size, striped: false, unit, pool: Arc::clone(pool) };
         image.learn_size()?;
         // SAFETY: the image is open; the count is written.
         checked(unsafe { (loaded().rbd.rbd_get_stripe_count)(handle, &raw mut around) })?;
