@@ -6,3 +6,4 @@ CREATE TABLE evacuations (
     generation BIGINT NOT NULL,
     PRIMARY KEY (host_id, vm_id)
 );
+CREATE INDEX evacuations_by_vm ON evacuations (vm_id);

@@ -245,7 +245,7 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// The beginnings of the statements that read a whole table, or a whole index.
-const WHOLE: [&str; 16] = [
+const WHOLE: [&str; 18] = [
     // They need all rows.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
@@ -262,6 +262,8 @@ const WHOLE: [&str; 16] = [
     "UPDATE hosts SET description = NULL",
     "UPDATE vms SET memory_expected = NULL",
     "UPDATE vms SET start_due = FALSE",
+    "DELETE FROM evacuations",
+    "UPDATE placements SET generation = CASE",
     // A few rows.
     "SELECT id, vm, disk, actor FROM exposures",
     "SELECT DISTINCT d.vm_id, l.source_vm",

@@ -27,13 +27,20 @@ pub async fn skip_generations(
     to: &mut SqliteConnection,
     vm: Option<VmId>,
 ) -> Result<(), StoreError> {
-    sqlx::query(
-        "UPDATE placements SET generation = MAX(generation + 1, $1) WHERE $2 IS NULL OR vm_id = $2",
-    )
-    .bind(Timestamp::now().as_second())
-    .bind(vm.map(|vm| vm.to_string()))
-    .execute(to)
-    .await?;
+    let now = Timestamp::now().as_second();
+    let skipped = match vm {
+        Some(vm) => sqlx::query(
+            "UPDATE placements SET generation = CASE WHEN generation < $1 THEN $1 ELSE generation + 1 END \
+             WHERE vm_id = $2",
+        )
+        .bind(now)
+        .bind(vm.to_string()),
+        None => sqlx::query(
+            "UPDATE placements SET generation = CASE WHEN generation < $1 THEN $1 ELSE generation + 1 END",
+        )
+        .bind(now),
+    };
+    skipped.execute(to).await?;
     Ok(())
 }
 
