@@ -34,7 +34,7 @@ pub struct Live {
     /// while it is here.
     pub handed_over: Option<u64>,
     /// The generation that the lease of its disks had when the guest began to run here ([`crate::storage::lease`]): with a later one it has run
-    /// elsewhere since. None where an earlier version began it.
+    /// elsewhere since. It is raised where the first disk is moved to a datastore with a later one. None where an earlier version began it.
     pub lease: Option<u64>,
     /// How much more memory its machine has than the VM is given, in bytes: see
     /// [`EMULATED_PADDING`](crate::hypervisor::qemu::EMULATED_PADDING).

@@ -11,7 +11,8 @@
 //! of its own checks that the lease is none that was taken since.
 //! It also says which of two directories has what the VM's TPM keeps, from the same instant on ([`crate::storage::tpm_place`]); earlier
 //! versions skip that.
-//! The file is beside the VM's first disk. A VM without disks has none, and nothing that could be harmed.
+//! The file is beside the VM's first disk, and follows it to another datastore: [`follow`] before the new place is on record, [`noted`] with it.
+//! Another one may be there from when the disk was there before. A VM without disks has none, and nothing that could be harmed.
 
 use std::path::{Path, PathBuf};
 
@@ -80,7 +81,7 @@ pub fn generation_at(home: &Home) -> Result<u64, Problem> {
 /// `conflict` where it has; those of [`read`].
 pub fn check(spec: &VmSpec, began: Option<u64>) -> Result<(), Problem> {
     let Some(began) = began else { return Ok(()) };
-    // An earlier one is that of the datastore that the first disk has been moved to.
+    // An earlier one is that of a datastore that an earlier version has moved the first disk to.
     if read(spec)? <= began {
         return Ok(());
     }
@@ -91,8 +92,56 @@ pub fn check(spec: &VmSpec, began: Option<u64>) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::Conflict, what))
 }
 
+/// What is on record of a guest as `began` ([`check`]) once its VM is `new`: at least the lease that is beside its first disk then. That may be later
+/// than the one that it began with, though nobody has taken it since: it was left there when the disk was there before. Generations only grow, so
+/// one that is taken from now on is later than both. Blocks.
+///
+/// # Errors
+/// As [`check`], of the VM as it was: the disk's new place is not to go on record then.
+pub fn noted(known: &VmSpec, new: &VmSpec, began: Option<u64>) -> Result<Option<u64>, Problem> {
+    let Some(generation) = began.filter(|_| !has_same_place(known, new)) else {
+        return Ok(began);
+    };
+    // In this order: another host that gets the VM takes the lease where the first disk was before it takes any other one. So this one is none of
+    // such a host if that is as it was afterwards.
+    let there = read(new)?;
+    check(known, began)?;
+    Ok(Some(generation.max(there)))
+}
+
+/// Has the lease beside the first disk of `new` be as late as that beside the first disk of `known`, and as what is on record of its guest, if one
+/// runs; and name what that names. Else a guest that was given away would find an earlier one where the disk has come back to. Can be repeated. Blocks.
+///
+/// # Errors
+/// As [`noted`]; those of writing it.
+pub fn follow(known: &VmSpec, new: &VmSpec, began: Option<u64>) -> Result<(), Problem> {
+    if has_same_place(known, new) {
+        return Ok(());
+    }
+    let (Some(from), Some(to)) = (path(known)?, path(new)?) else { return Ok(()) };
+    check(known, began)?;
+    let (here, there) = (stored_in(&from)?, stored_in(&to)?);
+    let later = if there.generation > here.generation { &there } else { &here };
+    let generation = later.generation.max(began.unwrap_or(0));
+    if (generation, later.tpm) == (there.generation, there.tpm) {
+        return Ok(());
+    }
+    json_file::write(&to, &Stored { version: VERSION, generation, tpm: later.tpm })
+}
+
+/// Whether the lease of both is one file.
+fn has_same_place(known: &VmSpec, new: &VmSpec) -> bool {
+    let place = |spec: &VmSpec| spec.disks().next().map(|first| first.datastore.datastore);
+    place(known) == place(new)
+}
+
+/// The lease in a file; where there is none, one that nobody has taken.
+fn stored_in(path: &Path) -> Result<Stored, Problem> {
+    Ok(read_at(path)?.unwrap_or(Stored { version: VERSION, generation: 0, tpm: None }))
+}
+
 fn generation_in(path: &Path) -> Result<u64, Problem> {
-    Ok(read_at(path)?.map_or(0, |stored| stored.generation))
+    Ok(stored_in(path)?.generation)
 }
 
 fn read_at(path: &Path) -> Result<Option<Stored>, Problem> {
@@ -155,6 +204,7 @@ mod tests {
 
     use super::*;
     use crate::storage::datastore;
+    use crate::storage::datastore::tests::unmarked;
 
     #[test]
     fn a_lease_is_taken_by_later_placements_and_by_no_earlier_one() {
@@ -198,5 +248,86 @@ mod tests {
         std::fs::write(path(&spec).unwrap().unwrap(), "{").unwrap();
         assert_eq!(read(&spec).unwrap_err().code, ErrorCode::Damaged);
         assert_eq!(take(&spec, 7).unwrap_err().code, ErrorCode::Damaged);
+    }
+
+    /// Two datastores, and a VM with its only disk on each.
+    fn on_two() -> ([tempfile::TempDir; 2], [VmSpec; 2]) {
+        let places = [(); 2].map(|()| unmarked());
+        let mut spec = crate::process::run_dir::tests::spec();
+        let mut disk = crate::rules::tests::disk("system");
+        let on_each = places.each_ref().map(|(directory, place)| {
+            datastore::probe(place).unwrap();
+            std::fs::create_dir(directory.path().join(spec.vm.to_string())).unwrap();
+            disk.datastore = place.clone();
+            spec.devices = vec![Device::Disk(disk.clone())];
+            spec.clone()
+        });
+        (places.map(|(directory, _)| directory), on_each)
+    }
+
+    #[test]
+    fn a_guest_whose_first_disk_comes_back_to_a_later_lease_is_served_until_it_is_given_away() {
+        let (_directories, [one, two]) = on_two();
+        // An earlier version moved the disk from two to one, where the guest began.
+        take(&two, 9).unwrap();
+        assert_eq!(check(&two, Some(0)).unwrap_err().code, ErrorCode::Conflict);
+        let began = noted(&one, &two, Some(0)).unwrap();
+        assert_eq!(began, Some(9));
+        // What an agent finds that dies before the write of the run record, and after it.
+        check(&one, Some(0)).unwrap();
+        check(&two, began).unwrap();
+        follow(&one, &two, Some(0)).unwrap();
+        check(&two, began).unwrap();
+        assert_eq!(noted(&two, &two, began).unwrap(), began);
+        assert_eq!(noted(&one, &two, None).unwrap(), None, "an earlier version began it");
+        assert_eq!(noted(&two, &one, began).unwrap(), began, "never an earlier one");
+        take_as_it_is(&two, 10).unwrap();
+        assert_eq!(check(&two, began).unwrap_err().code, ErrorCode::Conflict);
+    }
+
+    #[test]
+    fn a_guest_that_was_given_away_is_refused_wherever_its_first_disk_goes() {
+        let (_directories, [one, two]) = on_two();
+        take(&two, 9).unwrap();
+        // The other host takes it where the disk is, and moves it.
+        take_as_it_is(&one, 10).unwrap();
+        for moved in [noted(&one, &two, Some(0)).map(drop), follow(&one, &two, Some(0))] {
+            assert_eq!(moved.unwrap_err().code, ErrorCode::Conflict);
+        }
+        assert_eq!(read(&two).unwrap(), 9, "it is not this host's to take along");
+        follow(&one, &two, Some(10)).unwrap();
+        assert_eq!(read(&two).unwrap(), 10);
+        assert_eq!(noted(&one, &two, Some(0)).unwrap_err().code, ErrorCode::Conflict);
+        // With the last disk the directory goes, and its lease; then the disk comes back.
+        std::fs::remove_file(path(&one).unwrap().unwrap()).unwrap();
+        follow(&two, &one, Some(10)).unwrap();
+        assert_eq!(check(&one, Some(9)).unwrap_err().code, ErrorCode::Conflict);
+    }
+
+    #[test]
+    fn a_lease_follows_the_first_disk_as_a_whole() {
+        let (_directories, [one, two]) = on_two();
+        let is = |spec: &VmSpec| (read(spec).unwrap(), tpm(spec).unwrap());
+        follow(&one, &two, None).unwrap();
+        assert!(!path(&two).unwrap().unwrap().exists(), "there is none to take along");
+        let migration = MigrationId::new();
+        take_with_tpm(&one, 7, migration).unwrap();
+        for _ in 0..2 {
+            follow(&one, &two, None).unwrap();
+            assert_eq!(is(&two), (7, Some(migration)));
+        }
+        // A later one stays.
+        take(&two, 8).unwrap();
+        follow(&one, &two, None).unwrap();
+        assert_eq!(is(&two), (8, None));
+        // An earlier version has left it behind, and the guest began with it.
+        follow(&one, &two, Some(11)).unwrap();
+        assert_eq!(is(&two), (11, None));
+        let mut none = two.clone();
+        none.devices.clear();
+        for (known, new) in [(&none, &two), (&two, &none)] {
+            follow(known, new, Some(12)).unwrap();
+            assert_eq!(is(&two), (11, None));
+        }
     }
 }

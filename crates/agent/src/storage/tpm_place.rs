@@ -129,8 +129,8 @@ pub fn before_sent(spec: &VmSpec, disk: &DiskSpec, received: Option<u64>) -> Res
 pub fn drop_debris(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let arriving = home.arriving_tpms(disk.disk)?;
-    // Where nothing else is left of what the TPM keeps, one of them may be that: the lease is beside the VM's first disk, and its name is
-    // lost with a move of that.
+    // Where nothing else is left of what the TPM keeps, one of them may be that: the lease is beside the VM's first disk, and its name was
+    // lost where an earlier version moved that.
     if arriving.is_empty() || tpm_state::read(&home.tpm_state(disk.disk)).is_err() {
         return Ok(());
     }

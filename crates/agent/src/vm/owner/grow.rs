@@ -105,7 +105,7 @@ impl Owner {
             let Some(running) = self.running() else { return Err(internal("it has ended")) };
             let known = running.live.disks.iter_mut().filter(|known| known.disk == disk.disk);
             known.for_each(|known| known.grown = true);
-            self.keep(spec)?;
+            self.keep(spec).await?;
             self.describe();
             // The others are served so already: a client of theirs does not matter.
             only = self.serves_sizes.then_some(disk.disk);

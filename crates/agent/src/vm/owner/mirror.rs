@@ -25,6 +25,7 @@ use super::Owner;
 use super::stacks::Put;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
+use crate::storage::lease;
 use crate::storage::memory::MemoryFiles;
 use crate::storage::mirror::{self, Mirror, NewMirror};
 use crate::vm::mirroring::Copying;
@@ -411,6 +412,10 @@ impl Owner {
             spec
         };
         let (spec, next) = (change(&self.spec), self.next.as_ref().map(change));
+        let (known, new) = (self.spec.clone(), spec.clone());
+        let began = self.running().and_then(|running| running.live.lease);
+        let follow = move || lease::follow(&known, &new, began);
+        spawn_blocking(follow).await.map_err(internal)??;
         for disk in &taken {
             self.made.extend(disk.facts.clone().map(|facts| (disk.disk, facts)));
             // Linked clones have its former data key.
@@ -418,7 +423,7 @@ impl Owner {
         }
         self.next = next;
         if running {
-            self.keep(spec)?;
+            self.keep(spec).await?;
         } else {
             self.spec = spec;
         }

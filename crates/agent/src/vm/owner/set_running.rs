@@ -27,6 +27,7 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::rules::plugging::{check_exposed, no_free_port, stays_plugged};
 use crate::rules::set_running::{self, Difference};
 use crate::storage::disk_keys;
+use crate::storage::lease;
 use crate::storage::medium;
 use crate::vm::bitmap_files;
 use crate::vm::internal;
@@ -69,7 +70,7 @@ impl Owner {
         if known.key != new.key {
             self.kek = None;
         }
-        self.keep(now)?;
+        self.keep(now).await?;
         for nic in &difference.links {
             let Some(running) = self.running() else { return Err(not_there()) };
             set_link(&running.qmp, nic.nic, nic.link).await?;
@@ -91,7 +92,7 @@ impl Owner {
         }
         self.made.retain(|disk, _| new.disk(*disk).is_some());
         self.jobs.keep_disks_of(&new);
-        self.keep(set_running::until_next_start(&known, &new))?;
+        self.keep(set_running::until_next_start(&known, &new)).await?;
         if known.hardware.on_crash != new.hardware.on_crash {
             // On record first: an agent that starts tells QEMU, too.
             let Some(running) = self.running() else { return Err(not_there()) };
@@ -168,9 +169,16 @@ impl Owner {
         move |disk| disks.contains(&disk)
     }
 
-    /// Puts a specification of the running VM on record, and keeps it.
-    pub(super) fn keep(&mut self, spec: VmSpec) -> Result<(), Problem> {
+    /// Puts a specification of the running VM on record, and keeps it. Where another disk is its first one, or that has been moved, the lease there
+    /// is on record with it: a filter that is started for either finds the one that belongs to it.
+    pub(super) async fn keep(&mut self, spec: VmSpec) -> Result<(), Problem> {
+        let (known, new) = (self.spec.clone(), spec.clone());
         let Some(running) = self.running() else { return Err(not_there()) };
+        let began = running.live.lease;
+        let look = move || lease::noted(&known, &new, began);
+        let noted = tokio::task::spawn_blocking(look).await.map_err(internal)??;
+        let Some(running) = self.running() else { return Err(not_there()) };
+        running.live.lease = noted;
         running.write(&spec)?;
         self.spec = spec;
         Ok(())
@@ -183,7 +191,7 @@ impl Owner {
         cdrom::change(&running.qmp, medium.as_ref()).await.map_err(internal)?;
         let mut spec = self.spec.clone();
         spec.hardware.cdrom.clone_from(&hardware.cdrom);
-        self.keep(spec)
+        self.keep(spec).await
     }
 
     async fn plug_nic(&mut self, nic: NicSpec) -> Result<(), Problem> {
@@ -209,7 +217,7 @@ impl Owner {
         };
         if linked.is_err() {
             plug::drop_network(&running.qmp, nic.nic).await;
-            self.forget_nic(nic.nic)?;
+            self.forget_nic(nic.nic).await?;
             return linked;
         }
         self.spec = spec;
@@ -226,18 +234,18 @@ impl Owner {
             return Err(not_released(&spec, &what));
         }
         plug::drop_network(&running.qmp, nic).await;
-        self.forget_nic(nic)
+        self.forget_nic(nic).await
     }
 
     /// Takes a network card that QEMU does not have off the record.
-    fn forget_nic(&mut self, nic: NicId) -> Result<(), Problem> {
+    async fn forget_nic(&mut self, nic: NicId) -> Result<(), Problem> {
         let mut spec = self.spec.clone();
         spec.devices.retain(|device| !matches!(device, Device::Nic(known) if known.nic == nic));
         if let Some(running) = self.running() {
             running.live.nics.retain(|known| known.nic != nic);
             running.live.nic_ports.remove(&nic);
         }
-        self.keep(spec)
+        self.keep(spec).await
     }
 
     /// Plugs in a disk that is made. The filter is replaced by one that serves it, too: the guest sees a pause, as
@@ -371,7 +379,7 @@ impl Owner {
             // What others write to it from now on is not marked.
             bitmap_files::forget_unplugged(&running.directory, disk);
         }
-        self.keep(spec)?;
+        self.keep(spec).await?;
         self.troubles.retain(|notice| notice.disk != Some(disk));
         self.serve_again();
         if let Err(problem) = self.let_go_of_disks().await {
@@ -510,7 +518,7 @@ impl Owner {
         let disk = live.disks.iter().find(|disk| qemu::disk_device(disk.disk) == device);
         if let Some(nic) = nic {
             plug::drop_network(&running.qmp, nic).await;
-            let _ = self.forget_nic(nic);
+            let _ = self.forget_nic(nic).await;
         } else if let Some(disk) = disk {
             plug::drop_listener(&running.qmp, disk.socket).await;
             let _ = self.forget_disk(disk.disk, None).await;
