@@ -18,9 +18,13 @@ use vmseal_agent::host::identity::Identity;
 use vmseal_agent::simulated::{Call, SimulatedHost};
 use vmseal_api::client::role::SERVER_ROLE;
 use vmseal_api::client::{ClientIdentity, HostClient, host_server_name};
-use vmseal_api::host::version::CONTRACT_HEADER;
-use vmseal_api::host::{ConsoleClaim, ContractRange, HostAgent, JobKind, JobState, STATE_WAIT_MAX};
-use vmseal_api::id::HostId;
+use vmseal_api::datastore::{DatastoreCondition, Messenger, RbdPool};
+use vmseal_api::host::version::{CONTRACT_HEADER, POOL_WAYS};
+use vmseal_api::host::{
+    Allocation, ConsoleClaim, ContractRange, DatastoreLocation, DatastoreSpec, DiskLimits,
+    DiskRole, DiskSpec, HostAgent, JobKind, JobState, NewDisk, STATE_WAIT_MAX,
+};
+use vmseal_api::id::{DatastoreId, DiskId, HostId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request_id::{HEADER, RequestId, during};
 use zeroize::Zeroizing;
@@ -332,6 +336,61 @@ async fn a_job_that_only_a_later_agent_has_is_refused_as_such() {
     let more = r#"{"kind":"create","disks":[],"speed":1}"#;
     let (status, _, text) = raw(&authority, id, &address, put(more), &path).await;
     assert!(status == 400 && text.contains("speed"), "{text}");
+}
+
+/// It would refuse the field: `RbdPool` denies those that it does not know.
+#[tokio::test]
+async fn an_agent_that_does_not_know_when_the_way_to_a_pool_was_changed_is_not_told() {
+    let authority = Authority::new();
+    let host = SimulatedHost::new();
+    let (id, address) = serve(&authority, &host).await;
+    let client = HostClient::new(id, "here", &address, &authority.server()).unwrap();
+    let pool = RbdPool {
+        monitors: "v2:10.0.0.1:3300".to_owned(),
+        user: "client.vmseal".to_owned(),
+        keyring: Some("/etc/ceph/keyring".into()),
+        pool: "vms".to_owned(),
+        namespace: None,
+        data_pool: None,
+        messenger: Messenger::Secure,
+        create: None,
+        changed: Some(jiff::Timestamp::UNIX_EPOCH),
+    };
+    let location = DatastoreLocation::Rbd { path: "/ceph".into(), pool: Box::new(pool) };
+    let spec = DatastoreSpec { datastore: DatastoreId::new(), location };
+    host.probe_datastore(spec.clone()).await.unwrap();
+    // Such a mount is taken where the way was changed since, and is refused otherwise: so it shows what the agent was told.
+    host.set_mounted_messenger(std::path::Path::new("/ceph"), Messenger::Crc);
+    let is_told = async || match client.measure_datastore(spec.clone()).await.unwrap() {
+        DatastoreCondition::Available { .. } => true,
+        DatastoreCondition::WrongMark { detail } if detail.contains("by hand") => false,
+        other => panic!("{other:?}"),
+    };
+    // Another call, whose body has the pool within a disk.
+    let disk = DiskSpec {
+        disk: DiskId::new(),
+        name: "root".to_owned(),
+        datastore: spec.clone(),
+        size: 1 << 20,
+        encrypted: false,
+        allocation: Allocation::Thin,
+        role: DiskRole::Data,
+        limits: DiskLimits::default(),
+        cache: None,
+        replica: None,
+        facts: None,
+    };
+    let new = NewDisk { disk, source: None, firmware: None };
+    assert!(!is_told().await, "nothing is known of the agent");
+    let refused = client.examine_disk(new.clone()).await.unwrap_err();
+    assert!(refused.detail.contains("by hand"), "{refused}");
+    client.describe().await.unwrap();
+    assert!(is_told().await);
+    client.examine_disk(new).await.unwrap();
+    // An earlier version takes its place.
+    host.lack_features(&[POOL_WAYS]);
+    client.describe().await.unwrap();
+    assert!(!is_told().await);
 }
 
 /// An agent of a later version of vmseal that also speaks this server's version.

@@ -11,20 +11,21 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::hosts::mounted;
 use crate::store::datastores::{self, Datastore};
-use crate::store::disks::Disk;
+use crate::store::disks::{Disk, DiskPart};
 use crate::store::policies::Policy;
 
-/// A disk that is not, or would not be, on encrypted OSDs as its policy asks.
+/// A disk, or its replica, that is not, or would not be, on encrypted OSDs as its policy asks.
 pub(crate) struct Lacking {
-    /// The disk.
-    pub disk: String,
-    /// Its datastore.
+    /// The disk, or its replica.
+    pub part: DiskPart,
+    /// The datastore.
     pub datastore: String,
     /// What is known of the OSDs, and what may be done.
     pub why: String,
 }
 
-/// The first of these disks that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory has no OSDs.
+/// The first of these disks and their replicas that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory
+/// has no OSDs.
 pub(crate) async fn lacking(
     from: &mut SqliteConnection,
     policy: &Policy,
@@ -34,19 +35,22 @@ pub(crate) async fn lacking(
         return Ok(None);
     }
     for disk in disks {
-        let Some(pool) = disk.datastore.location.pool() else { continue };
-        let id = disk.datastore.datastore.to_string();
-        let known = datastores::find(from, &id).await?;
-        let facts = known.map_or_else(OsdFacts::default, |it| it.osds.facts);
-        if let Some(why) = facts.lacking(&disk.datastore_name, pool) {
-            let (disk, datastore) = (disk.name.clone(), disk.datastore_name.clone());
-            return Ok(Some(Lacking { disk, datastore, why }));
+        for place in disk.places() {
+            let Some(pool) = place.datastore.location.pool() else { continue };
+            let id = place.datastore.datastore.to_string();
+            let known = datastores::find(from, &id).await?;
+            let facts = known.map_or_else(OsdFacts::default, |it| it.osds.facts);
+            if let Some(why) = facts.lacking(place.datastore_name, pool) {
+                let (part, datastore) = (place.part(), place.datastore_name.to_owned());
+                return Ok(Some(Lacking { part, datastore, why }));
+            }
         }
     }
     Ok(None)
 }
 
-/// Refuses disks in pools of Ceph whose OSDs are not encrypted as their policy asks, or of which that is not known.
+/// Refuses disks, and replicas of disks, in pools of Ceph whose OSDs are not encrypted as their policy asks, or of which that is not
+/// known.
 ///
 /// # Errors
 /// `wrong-state`, with what may be done.
@@ -55,12 +59,13 @@ pub(crate) async fn require(
     policy: &Policy,
     disks: &[Disk],
 ) -> Result<(), Problem> {
-    let Some(Lacking { disk, datastore, why }) = lacking(from, policy, disks).await? else {
+    let Some(Lacking { part, datastore, why }) = lacking(from, policy, disks).await? else {
         return Ok(());
     };
     let policy = &policy.name;
+    let elsewhere = part.elsewhere(policy);
     let detail = format!(
-        "policy '{policy}' has disks in pools of Ceph only on encrypted OSDs, and disk '{disk}' is in datastore '{datastore}': {why}. Otherwise choose another datastore (vmseal vm move), or change the policy (vmseal policy set {policy} --osd-encryption any)"
+        "policy '{policy}' has disks in pools of Ceph only on encrypted OSDs, and {part} is in datastore '{datastore}': {why}. Otherwise {elsewhere}, or change the policy (vmseal policy set {policy} --osd-encryption any)"
     );
     Err(Problem::new(ErrorCode::WrongState, detail))
 }

@@ -5,6 +5,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::exchange::{CONNECT_TIMEOUT, Peer};
+use super::older_agents;
 use super::role::{SeenCertificate, host_server_name};
 use super::tls::{self, ClientIdentity, TlsError};
 use super::websocket;
@@ -27,7 +29,7 @@ use crate::guest::{GuestAnswer, GuestCommand};
 use crate::hardware::Hardware;
 use crate::host::backup::{BackupManifest, BackupPlace};
 use crate::host::survey::DatastoreSurvey;
-use crate::host::version::{CONTRACT, CONTRACT_HEADER};
+use crate::host::version::{CONTRACT, CONTRACT_HEADER, POOL_WAYS};
 use crate::host::{
     ConsoleClaim, ConsoleStream, ContractRange, DatastoreSpec, DatastoreUsage, Exposing, Fence,
     GuestControl, HostAgent, HostDescription, JobSpec, JobStatus, KeptRoom, KeyReference,
@@ -59,6 +61,8 @@ pub struct HostClient {
     contract: ContractRange,
     /// The agent's last certificate.
     certificate: SeenCertificate,
+    /// Whether the agent has said that it knows when ways to pools were changed ([`POOL_WAYS`]).
+    knows_changes: AtomicBool,
 }
 
 /// Resolves every name to the host's address: the name is only for the certificate.
@@ -104,6 +108,7 @@ impl HostClient {
             tls: Arc::new(tls),
             contract: CONTRACT,
             certificate,
+            knows_changes: AtomicBool::new(false),
         })
     }
 
@@ -142,6 +147,24 @@ impl HostClient {
         self.http.request(method, self.url(path)).header(CONTRACT_HEADER, self.contract.to_header())
     }
 
+    /// A request with a body that may name pools. It has no more of them than the agent is known to know, as agents refuse other fields.
+    fn request_with(
+        &self,
+        method: Method,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> RequestBuilder {
+        let request = self.request(method, path);
+        if self.knows_changes.load(Ordering::Relaxed) {
+            return request.json(body);
+        }
+        match serde_json::to_value(body) {
+            Ok(body) => request.json(&older_agents::without_changes(body)),
+            // The request is not sent then, and its error says why.
+            Err(_) => request.json(body),
+        }
+    }
+
     async fn call<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, Problem> {
         let body = self.peer().exchange(request).await?;
         self.peer().parse(&body)
@@ -157,7 +180,7 @@ impl HostClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<(), Problem> {
-        self.peer().exchange(self.request(method, path).json(body)).await.map(drop)
+        self.peer().exchange(self.request_with(method, path, body)).await.map(drop)
     }
 }
 
@@ -170,7 +193,10 @@ impl ShowsCertificate for HostClient {
 #[async_trait]
 impl HostAgent for HostClient {
     async fn describe(&self) -> Result<HostDescription, Problem> {
-        self.call(self.request(Method::GET, "host")).await
+        let description: HostDescription = self.call(self.request(Method::GET, "host")).await?;
+        let knows_changes = description.features.iter().any(|feature| feature == POOL_WAYS);
+        self.knows_changes.store(knows_changes, Ordering::Relaxed);
+        Ok(description)
     }
 
     async fn state(
@@ -187,11 +213,11 @@ impl HostAgent for HostClient {
     }
 
     async fn probe_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
-        self.call(self.request(Method::POST, "datastores").json(&spec)).await
+        self.call(self.request_with(Method::POST, "datastores", &spec)).await
     }
 
     async fn examine_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreUsage, Problem> {
-        self.call(self.request(Method::POST, "datastores/examine").json(&spec)).await
+        self.call(self.request_with(Method::POST, "datastores/examine", &spec)).await
     }
 
     async fn share_datastore(&self, sharing: Sharing) -> Result<(), Problem> {
@@ -203,7 +229,7 @@ impl HostAgent for HostClient {
     }
 
     async fn remount_datastore(&self, remount: Remount) -> Result<Option<String>, Problem> {
-        self.call(self.request(Method::POST, "datastores/remount").json(&remount)).await
+        self.call(self.request_with(Method::POST, "datastores/remount", &remount)).await
     }
 
     async fn fence_vm(&self, fence: Fence) -> Result<(), Problem> {
@@ -215,7 +241,7 @@ impl HostAgent for HostClient {
     }
 
     async fn measure_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreCondition, Problem> {
-        self.call(self.request(Method::POST, "datastores/measure").json(&spec)).await
+        self.call(self.request_with(Method::POST, "datastores/measure", &spec)).await
     }
 
     async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
@@ -223,14 +249,14 @@ impl HostAgent for HostClient {
     }
 
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {
-        self.call(self.request(Method::POST, "datastores/scan").json(&spec)).await
+        self.call(self.request_with(Method::POST, "datastores/scan", &spec)).await
     }
 
     async fn survey_datastore(
         &self,
         location: DatastoreLocation,
     ) -> Result<DatastoreSurvey, Problem> {
-        self.call(self.request(Method::POST, "datastores/survey").json(&location)).await
+        self.call(self.request_with(Method::POST, "datastores/survey", &location)).await
     }
 
     async fn metrics(&self) -> Result<String, Problem> {
@@ -283,7 +309,7 @@ impl HostAgent for HostClient {
 
     async fn measure_kept(&self, vm: VmId, disks: Vec<PlacedDisk>) -> Result<KeptRoom, Problem> {
         let path = format!("vms/{vm}/measure-kept");
-        self.call(self.request(Method::POST, &path).json(&disks)).await
+        self.call(self.request_with(Method::POST, &path, &disks)).await
     }
 
     async fn measure_medium(&self, vm: VmId, path: PathBuf) -> Result<MediumFacts, Problem> {
@@ -356,7 +382,7 @@ impl HostAgent for HostClient {
     }
 
     async fn read_backup(&self, place: BackupPlace) -> Result<BackupManifest, Problem> {
-        self.call(self.request(Method::POST, "backups/read").json(&place)).await
+        self.call(self.request_with(Method::POST, "backups/read", &place)).await
     }
 
     async fn discard_backup(&self, place: BackupPlace) -> Result<(), Problem> {

@@ -6,6 +6,7 @@
 
 mod exchange;
 mod host_client;
+mod older_agents;
 pub mod role;
 mod server_client;
 mod shown;

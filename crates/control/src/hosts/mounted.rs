@@ -12,7 +12,8 @@ use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 use crate::store::{Store, StoreError};
 
-/// Refuses disks in pools of Ceph whose connections are not as the policy has it, or not yet where the host has mounted them.
+/// Refuses disks, and replicas of disks, in pools of Ceph whose connections are not as the policy has it, or not yet where the host has
+/// mounted them.
 ///
 /// # Errors
 /// `wrong-state`, with what may be done.
@@ -75,7 +76,8 @@ fn may_be_former(on: &OnHost) -> bool {
     on.mount.is_none() && on.location.pool().is_some_and(|pool| pool.changed.is_some())
 }
 
-/// The datastores of these disks that the host has mounted with open connections, as `is_open` says, where the policy wants others.
+/// The datastores of these disks and their replicas that the host has mounted with open connections, as `is_open` says, where the policy
+/// wants others.
 async fn mounted_in_the_clear(
     from: &mut SqliteConnection,
     policy: &Policy,
@@ -83,14 +85,15 @@ async fn mounted_in_the_clear(
     disks: &[Disk],
     is_open: fn(&OnHost) -> bool,
 ) -> Result<Vec<Datastore>, StoreError> {
-    let in_pool = |disk: &Disk| disk.datastore.location.pool().is_some();
+    let in_pool =
+        |disk: &Disk| disk.places().any(|place| place.datastore.location.pool().is_some());
     if policy.messenger != Some(Messenger::Secure) || !disks.iter().any(in_pool) {
         return Ok(Vec::new());
     }
     let mut here = datastores::of_host(from, host).await?;
     here.retain(|datastore| {
         datastore.on(host).is_some_and(is_open)
-            && disks.iter().any(|disk| disk.datastore.datastore == datastore.id)
+            && disks.iter().any(|disk| disk.datastores().any(|(id, _)| id == datastore.id))
     });
     Ok(here)
 }

@@ -71,7 +71,8 @@ fn spec_of_snapshot(of: Snapshot) -> SnapshotSpec {
     }
 }
 
-/// A definition without what the host's agent does not know.
+/// A definition without what the host's agent does not know. When ways to pools were changed, which is in more than definitions, is left out
+/// by [`HostClient`](vmseal_api::client::HostClient).
 #[must_use]
 pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec {
     let knows = |feature: &str| {

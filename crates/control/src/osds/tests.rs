@@ -12,7 +12,7 @@ use super::*;
 use crate::operation::Operation;
 use crate::services::caller::Caller;
 use crate::services::datastores as service;
-use crate::services::{Outcome, Services, mirror, set_policy, vms};
+use crate::services::{Outcome, Services, create_vm, mirror, set_policy, vms};
 use crate::store::datastores::OnHost;
 use crate::testing::Fixture;
 
@@ -35,6 +35,18 @@ impl Bench {
         let vm = fixture.made("web", policy).await;
         let services = fixture.services(Recipient::generate().unwrap());
         Self { fixture, services, me: Caller::administrator("me"), vm }
+    }
+
+    /// A VM whose disks have replicas in the pool.
+    async fn replicated() -> Self {
+        let fixture = Fixture::new().await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let to = SetPolicy { replicate_to: Some("ceph".to_owned()), ..SetPolicy::default() };
+        set_policy::set(&services, &me, "encrypted", to, false).await.map(drop).unwrap();
+        let vm = fixture.requested(&services, Fixture::request("web", "encrypted")).await;
+        Self { fixture, services, me, vm }
     }
 
     /// The monitors tell it the host.
@@ -127,6 +139,33 @@ async fn disks_of_a_policy_that_asks_for_encrypted_osds_are_on_such_alone() {
     bench.state(StatedOsds::Ask).await;
     bench.does_not_start().await;
     assert_eq!(bench.asks(AskedOsds::Any, false).await, "None");
+    bench.fixture.done(bench.start(), "web").await;
+}
+
+#[tokio::test]
+async fn replicas_of_a_policy_that_asks_for_encrypted_osds_are_on_such_alone() {
+    let bench = Bench::replicated().await;
+    let created = async || {
+        let request = Fixture::request("other", "encrypted");
+        create_vm::create(&bench.services, &bench.me, request, true).await.map(drop)
+    };
+    created().await.unwrap();
+    let planned = bench.asks(AskedOsds::Required, true).await;
+    let told = "VM 'web': the replica of its disk 'disk0' is in datastore 'ceph'";
+    assert!(planned.contains(told), "{planned}");
+    assert!(planned.contains("vmseal backup restore"), "{planned}");
+    assert_eq!(bench.asks(AskedOsds::Required, false).await, "Some(Required)");
+    let refused = created().await.unwrap_err();
+    let at = (refused.code, refused.field.as_deref());
+    assert_eq!(at, (ErrorCode::WrongState, Some("disks")));
+    assert!(refused.detail.contains("the replica of disk 'disk0' is in datastore"), "{refused}");
+    assert!(refused.detail.contains("policy set encrypted --replicate-to"), "{refused}");
+    assert!(bench.does_not_start().await.contains("the replica of disk 'disk0'"));
+    bench.told(PLAIN).await;
+    assert!(bench.does_not_start().await.contains("for 1 of 3 OSDs"));
+
+    bench.told(ENCRYPTED).await;
+    created().await.unwrap();
     bench.fixture.done(bench.start(), "web").await;
 }
 

@@ -22,6 +22,7 @@ use super::policies::{asked_messenger, asked_osds, check_replica, require_ungive
 use super::redundancy::{self, Lacking};
 use super::{Outcome, Services, image_layouts};
 use crate::osds;
+use crate::store::disks::DiskPart;
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};
 
@@ -42,10 +43,10 @@ pub(super) enum Need {
     Replica,
     /// It has another processor model.
     CpuModel { now: Option<String>, wanted: String },
-    /// A disk of it goes over connections that are not encrypted.
-    Messenger { disk: String, pool: String },
-    /// A disk of it is not on encrypted OSDs.
-    Osds { disk: String, datastore: String, why: String },
+    /// A disk of it, or the replica of one, goes over connections that are not encrypted.
+    Messenger { part: DiskPart, pool: String },
+    /// A disk of it, or the replica of one, is not on encrypted OSDs.
+    Osds { part: DiskPart, datastore: String, why: String },
     /// A disk of it does not outlive what the policy says.
     Redundancy { vm: String, disk: String, why: String },
     /// The image of a disk of it is cut into other objects.
@@ -109,14 +110,20 @@ impl fmt::Display for Need {
                 "its processor model is {}, and would have to be {wanted}, which a guest would take for another machine. Keep the policy, or make the VM anew: vmseal disk export, vmseal vm create",
                 now.as_deref().unwrap_or("the default one")
             ),
-            Self::Messenger { disk, pool } => write!(
-                f,
-                "its disk '{disk}' is in pool '{pool}' with messenger 'crc': it does not start again before the disk is moved, or hosts encrypt their connections (vmseal datastore set NAME --messenger secure, vmseal datastore remount NAME)"
-            ),
-            Self::Osds { disk, datastore, why } => write!(
-                f,
-                "its disk '{disk}' is in datastore '{datastore}', and does not start again there: {why}. Otherwise move the disk (vmseal vm move)"
-            ),
+            Self::Messenger { part, pool } => {
+                let (what, moved) = (part.of_vm(), if_moved(part));
+                write!(
+                    f,
+                    "{what} is in pool '{pool}' with messenger 'crc': it does not start again before {moved}hosts encrypt their connections (vmseal datastore set NAME --messenger secure, vmseal datastore remount NAME)"
+                )
+            }
+            Self::Osds { part, datastore, why } => {
+                let (what, otherwise) = (part.of_vm(), otherwise(part));
+                write!(
+                    f,
+                    "{what} is in datastore '{datastore}', and it does not start again: {why}. {otherwise}"
+                )
+            }
             Self::Redundancy { vm, disk, why } => write!(
                 f,
                 "its disk '{disk}' is in {why}. It runs on there, with an alarm: move it (vmseal vm move {vm} --datastore NAME)"
@@ -126,6 +133,24 @@ impl fmt::Display for Need {
                 "its disk '{disk}' stays in {now} until its image is made anew, also while it runs: move it to another datastore (vmseal vm move {vm} --datastore NAME)"
             ),
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
+        }
+    }
+}
+
+/// That the move of a disk meets what its policy asks of connections. A replica does not move.
+fn if_moved(part: &DiskPart) -> &'static str {
+    match part {
+        DiskPart::Image(_) => "the disk is moved, or ",
+        DiskPart::Replica(_) => "",
+    }
+}
+
+/// What may be done for a VM whose OSDs stay as they are.
+fn otherwise(part: &DiskPart) -> &'static str {
+    match part {
+        DiskPart::Image(_) => "Otherwise move the disk (vmseal vm move)",
+        DiskPart::Replica(_) => {
+            "Otherwise make the VM anew of a backup, with a policy that has no replicas there (vmseal backup restore --as NAME --policy POLICY)"
         }
     }
 }
@@ -168,9 +193,8 @@ pub(super) fn needs(
     {
         needs.push(Need::CpuModel { now: vm.hardware.cpu_model.clone(), wanted });
     }
-    if let Some((disk, pool)) = after.open_connection(disks) {
-        let (disk, pool) = (disk.name.clone(), pool.pool.clone());
-        needs.push(Need::Messenger { disk, pool });
+    if let Some((place, pool)) = after.open_connection(disks) {
+        needs.push(Need::Messenger { part: place.part(), pool: pool.pool.clone() });
     }
     let other = |disk: &disks::Disk| (disk.limits, disk.cache) != (after.limits, after.cache);
     if data().any(other) {
@@ -186,14 +210,14 @@ pub(super) fn needs(
     needs
 }
 
-/// The disk of a VM that is not on encrypted OSDs, where its policy, `after`, asks for that.
+/// The disk of a VM, or the replica of one, that is not on encrypted OSDs, where its policy, `after`, asks for that.
 pub(super) async fn osds_of(
     from: &mut SqliteConnection,
     after: &policies::Policy,
     disks: &[disks::Disk],
 ) -> Result<Option<Need>, Problem> {
     let lacking = osds::lacking(from, after, disks).await?;
-    Ok(lacking.map(|osds::Lacking { disk, datastore, why }| Need::Osds { disk, datastore, why }))
+    Ok(lacking.map(|osds::Lacking { part, datastore, why }| Need::Osds { part, datastore, why }))
 }
 
 /// What the storage of a VM lacks where its policy is `after`.

@@ -1,6 +1,7 @@
 //! Virtual disks.
 
 use std::collections::HashMap;
+use std::fmt;
 
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::{
@@ -57,12 +58,86 @@ pub struct Disk {
 }
 
 impl Disk {
+    /// The places that it is on: that of its image, and that of its replica.
+    pub fn places(&self) -> impl Iterator<Item = Place<'_>> {
+        let image = Place {
+            disk: self,
+            is_replica: false,
+            datastore: &self.datastore,
+            datastore_name: &self.datastore_name,
+        };
+        let replica = self.replica.as_ref().map(|(place, name)| Place {
+            disk: self,
+            is_replica: true,
+            datastore: &place.datastore,
+            datastore_name: name,
+        });
+        [Some(image), replica].into_iter().flatten()
+    }
+
     /// The datastores that it is on, with their names: that of its image, and that of its replica.
     pub fn datastores(&self) -> impl Iterator<Item = (DatastoreId, &str)> {
-        let image = (self.datastore.datastore, self.datastore_name.as_str());
-        let replica = self.replica.as_ref();
-        let replica = replica.map(|(place, name)| (place.datastore.datastore, name.as_str()));
-        [Some(image), replica].into_iter().flatten()
+        self.places().map(|place| (place.datastore.datastore, place.datastore_name))
+    }
+}
+
+/// A place that a disk is on.
+#[derive(Clone, Copy)]
+pub struct Place<'a> {
+    disk: &'a Disk,
+    is_replica: bool,
+    /// The datastore.
+    pub datastore: &'a DatastoreSpec,
+    /// The datastore's name.
+    pub datastore_name: &'a str,
+}
+
+impl Place<'_> {
+    /// What of the disk is there.
+    #[must_use]
+    pub fn part(&self) -> DiskPart {
+        let disk = self.disk.name.clone();
+        if self.is_replica { DiskPart::Replica(disk) } else { DiskPart::Image(disk) }
+    }
+}
+
+/// A part of a disk of this name that is at a place of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskPart {
+    /// Its image.
+    Image(String),
+    /// Its replica.
+    Replica(String),
+}
+
+impl DiskPart {
+    /// The same as it is called beside its VM.
+    #[must_use]
+    pub fn of_vm(&self) -> String {
+        match self {
+            Self::Image(disk) => format!("its disk '{disk}'"),
+            Self::Replica(disk) => format!("the replica of its disk '{disk}'"),
+        }
+    }
+
+    /// What has it in another datastore, where a policy of this name does not allow the one that it is in.
+    #[must_use]
+    pub fn elsewhere(&self, policy: &str) -> String {
+        match self {
+            Self::Image(_) => "choose another datastore (vmseal vm move)".to_owned(),
+            Self::Replica(_) => format!(
+                "choose another datastore for replicas (vmseal policy set {policy} --replicate-to NAME: of disks that are made from now on)"
+            ),
+        }
+    }
+}
+
+impl fmt::Display for DiskPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Image(disk) => write!(f, "disk '{disk}'"),
+            Self::Replica(disk) => write!(f, "the replica of disk '{disk}'"),
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::{PoolFacts, Redundancy};
 
-use super::disks::Disk;
+use super::disks::{Disk, Place};
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A policy as the inventory has it.
@@ -55,13 +55,16 @@ impl Policy {
     pub fn require_messenger(&self, disks: &[Disk]) -> Result<(), Problem> {
         match self.open_connection(disks) {
             None => Ok(()),
-            Some((disk, pool)) => Err(Problem::new(
-                ErrorCode::WrongState,
-                format!(
-                    "policy '{}' has disks in pools of Ceph only where connections are encrypted, and disk '{}' is in pool '{}' with messenger 'crc'. Have hosts encrypt them (vmseal datastore set {} --messenger secure), choose another datastore (vmseal vm move), or change the policy (vmseal policy set {} --messenger any)",
-                    self.name, disk.name, pool.pool, disk.datastore_name, self.name
-                ),
-            )),
+            Some((place, pool)) => {
+                let (policy, part) = (&self.name, place.part());
+                let detail = format!(
+                    "policy '{policy}' has disks in pools of Ceph only where connections are encrypted, and {part} is in pool '{}' with messenger 'crc'. Have hosts encrypt them (vmseal datastore set {} --messenger secure), {}, or change the policy (vmseal policy set {policy} --messenger any)",
+                    pool.pool,
+                    place.datastore_name,
+                    part.elsewhere(policy)
+                );
+                Err(Problem::new(ErrorCode::WrongState, detail))
+            }
         }
     }
 
@@ -71,14 +74,15 @@ impl Policy {
         self.osd_encryption == Some(AskedOsds::Required)
     }
 
-    /// A disk that goes over connections that are not as the policy has it, and its pool.
+    /// Where a disk, or its replica, goes over connections that are not as the policy has it, and the pool.
     #[must_use]
-    pub fn open_connection<'a>(&self, disks: &'a [Disk]) -> Option<(&'a Disk, &'a RbdPool)> {
+    pub fn open_connection<'a>(&self, disks: &'a [Disk]) -> Option<(Place<'a>, &'a RbdPool)> {
         if self.messenger != Some(Messenger::Secure) {
             return None;
         }
-        let pools = disks.iter().filter_map(|disk| Some((disk, disk.datastore.location.pool()?)));
-        pools.into_iter().find(|(_, pool)| pool.messenger != Messenger::Secure)
+        let places = disks.iter().flat_map(Disk::places);
+        let mut pools = places.filter_map(|place| Some((place, place.datastore.location.pool()?)));
+        pools.find(|(_, pool)| pool.messenger != Messenger::Secure)
     }
 }
 

@@ -11,6 +11,7 @@ use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, ProviderId, TaskId, Vm
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_api::redundancy::PoolFacts;
+use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
@@ -23,7 +24,8 @@ use crate::hosts::Hosts;
 use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::remotes::Remotes;
-use crate::services::Services;
+use crate::services::caller::Caller;
+use crate::services::{Outcome, Services, create_vm};
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::users::Role;
@@ -385,6 +387,43 @@ impl Fixture {
         let (vm, task) = self.create(name, policy).await;
         self.ends_well(task).await;
         vm
+    }
+
+    /// A request for a VM as [`Self::made`] makes it.
+    pub fn request(name: &str, policy: &str) -> CreateVm {
+        let disk = |position| CreateDisk {
+            force: false,
+            name: format!("disk{position}"),
+            datastore: "local".to_owned(),
+            size: 1 << 20,
+            image: None,
+            format: None,
+            encrypted: None,
+        };
+        CreateVm {
+            description: String::new(),
+            labels: Default::default(),
+            autostart: false,
+            name: name.to_owned(),
+            policy: policy.to_owned(),
+            vcpus: 1,
+            memory: 32 << 20,
+            host: None,
+            disks: (0..2).map(disk).collect(),
+            nics: Vec::new(),
+            hardware: Default::default(),
+            cloud_init: None,
+            uefi_variables: None,
+        }
+    }
+
+    /// The VM of a request: its disks have the replicas that its policy asks for.
+    pub async fn requested(&self, services: &Services, request: CreateVm) -> VmId {
+        let me = Caller::administrator("me");
+        let begun = create_vm::create(services, &me, request, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+        self.ends_well(task.id).await;
+        self.task(task.id).await.operation.vm().unwrap()
     }
 
     /// The provider of new VMs.

@@ -1,12 +1,14 @@
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::datastore::{Messenger, MountedWay};
 use vmseal_api::model;
-use vmseal_api::request::{AddDatastore, MoveVm, ShareDatastore};
+use vmseal_api::request::{AddDatastore, MoveVm, SetPolicy, ShareDatastore, StartVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::services::datastore_keys::tests::{a_key, request, sealed};
-use crate::services::{datastores as service, mirror, remount, sharing};
+use crate::services::{
+    create_vm, datastores as service, mirror, remount, set_policy, sharing, vms,
+};
 use crate::store::policies;
 use crate::testing::Fixture;
 
@@ -232,4 +234,41 @@ async fn a_policy_that_insists_is_kept_once_the_pool_is_mounted_anew() {
     assert!(refused.detail.contains("vmseal datastore remount ceph"), "{refused}");
     bench.remount_here().await;
     moves().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_policy_that_insists_is_kept_for_replicas_as_well() {
+    let bench = Bench::new().await;
+    let set = async |request, dry_run| {
+        set_policy::set(&bench.services, &bench.me, "encrypted", request, dry_run).await.unwrap()
+    };
+    let to = SetPolicy { replicate_to: Some("ceph".to_owned()), ..SetPolicy::default() };
+    set(to, false).await;
+    let web = Fixture::request("web", "encrypted");
+    bench.fixture.requested(&bench.services, web).await;
+    let insists = SetPolicy { messenger: Some(Messenger::Secure), ..SetPolicy::default() };
+    let Outcome::Planned(plan) = set(insists.clone(), true).await else { panic!("no plan") };
+    let planned = plan.steps.concat();
+    assert!(planned.contains("VM 'web': the replica of its disk 'disk0' is in pool"), "{planned}");
+    set(insists, false).await;
+    let starts = async || {
+        let start = vms::start(&bench.services, &bench.me, "web", StartVm::default(), true);
+        start.await.map(drop)
+    };
+    let creates = async || {
+        let request = Fixture::request("other", "encrypted");
+        create_vm::create(&bench.services, &bench.me, request, true).await.map(drop)
+    };
+    for refused in [starts().await, creates().await].map(Result::unwrap_err) {
+        assert!(refused.detail.contains("the replica of disk 'disk0' is in pool"), "{refused}");
+        assert!(refused.detail.contains("datastore set ceph --messenger secure"), "{refused}");
+    }
+    bench.set(secure(), false).await.unwrap();
+    for refused in [starts().await, creates().await].map(Result::unwrap_err) {
+        let told = "host 'here' still has datastore 'ceph' mounted with messenger 'crc'";
+        assert!(refused.detail.contains(told), "{refused}");
+    }
+    bench.remount_here().await;
+    starts().await.unwrap();
+    creates().await.unwrap();
 }
