@@ -505,6 +505,9 @@ fn a_guest_on_ceph_goes_on_when_hosts_get_to_the_pool_by_another_way() {
     bench.here.start_agent().unwrap();
     bench.is_served_again(VM, server);
     is_new(&bench);
+    // The former agent carried it.
+    bench.here.wait_host().unwrap();
+    let mut console = bench.here.console(VM).unwrap();
     stop_counting(&mut console);
     read_marker_of_disk(&mut console);
     bench.shares_data();

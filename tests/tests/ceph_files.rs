@@ -250,7 +250,7 @@ fn confined(here: &Mount) {
     .unwrap();
     let limits = std::fs::read_to_string(format!("{process}/limits")).unwrap();
     let data = limits.lines().find(|line| line.starts_with("Max data size")).unwrap();
-    let limit = (2_u64 << 30).to_string();
+    let limit = (2304_u64 << 20).to_string();
     assert!(data.split_whitespace().skip(3).take(2).all(|value| value == limit), "{data}");
     let mut other = without_capabilities("sleep").arg("60").spawn().unwrap();
     eventually("another process can be looked into", || is_open(other.id()).then_some(())).unwrap();

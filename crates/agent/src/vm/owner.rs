@@ -581,7 +581,8 @@ impl Owner {
         self.stalled = Stalled::default();
         self.restarts = Restarts::default();
         // Their filter is gone, or what a snapshot keeps would keep the guest from starting again.
-        for disk in std::mem::take(&mut self.exposed).into_keys() {
+        // Each end of its connections goes last: without it the client would not be told why.
+        for (disk, _connections) in std::mem::take(&mut self.exposed) {
             self.workers.cancel(disk).await;
         }
         let stopped = Stopped { at: Timestamp::now(), reason, detail };
