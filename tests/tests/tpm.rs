@@ -170,6 +170,9 @@ fn a_revert_takes_the_tpm_back_with_memory_and_leaves_it_as_it_is_without() {
     let here = Installation::new().unwrap();
     create(&here, "web", &[]);
     let mut guest = start(&here, "web");
+    // QEMU before 9.0 loses a disk that its guest does not use.
+    shell_guest::run(&mut guest, "insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))", "DRIVER-42")
+        .unwrap();
     assert_eq!(ask(&mut guest, &define(), DONE.len()), DONE);
     assert_eq!(ask(&mut guest, &write(), DONE.len()), DONE);
     here.vmseal(&["snapshot", "create", "web", "disks"]).unwrap();
