@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::BODY_MAX;
 
+use super::objects::Objects;
 use crate::problem::ProblemResponse;
 
 /// How many bytes of a body over its limit are read and dropped. A client that gets its answer while still
@@ -98,7 +99,7 @@ fn with_plain_integers(json: &[u8]) -> Option<Vec<u8>> {
 
 fn parse_exactly<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
-    let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+    let parsed = serde_path_to_error::deserialize(Objects(&mut deserializer)).map_err(|error| {
         let path = error.path().to_string();
         let error = error.into_inner();
         if error.is_data() && path != "." {
@@ -227,6 +228,11 @@ mod tests {
         name: String,
     }
 
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    struct Holder {
+        of: Option<Sized>,
+    }
+
     #[test]
     fn an_integer_may_be_written_with_a_fraction_of_zero() {
         let sized = |size: &str| {
@@ -250,5 +256,13 @@ mod tests {
     fn an_array_is_no_body() {
         let refused = parse::<Sized>(br#" [1, "a"]"#).unwrap_err();
         assert!(refused.detail.contains("an array"), "{refused}");
+    }
+
+    #[test]
+    fn an_array_is_no_object_in_a_body() {
+        let refused = parse::<Holder>(br#"{"of": [1, "a"]}"#).unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("of"));
+        let taken = parse::<Holder>(br#"{"of": {"size": 1, "name": "a"}}"#).unwrap();
+        assert_eq!(taken.of, Some(Sized { size: 1, name: "a".to_owned() }));
     }
 }

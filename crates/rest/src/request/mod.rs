@@ -3,4 +3,5 @@
 pub(crate) mod auth;
 pub(crate) mod body;
 pub(crate) mod dry_run;
+mod objects;
 pub(crate) mod page;
