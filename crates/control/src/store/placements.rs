@@ -30,7 +30,7 @@ pub async fn skip_generations(
     let now = Timestamp::now().as_second();
     let skipped = match vm {
         Some(vm) => sqlx::query(
-            "UPDATE placements SET generation = CASE WHEN generation < $1 THEN $1 ELSE generation + 1 END \
+            "UPDATE placements SET generation = CASE WHEN generation < $1 THEN $1 ELSE generation + 1 END
              WHERE vm_id = $2",
         )
         .bind(now)
