@@ -7,16 +7,12 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::Duration;
 
-use vmseal_tests::counting_guest::{
-    MARKER, SECRET, count, read_marker, read_marker_of_disk, started, started_with_one_disk,
-    stop_counting,
-};
+use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{
     Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
 };
-use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
@@ -222,40 +218,5 @@ fn the_copy_of_a_vm_that_is_off_is_paused_and_goes_on() {
     is_on(&here, "second", true);
     here.vmseal(&["vm", "start", VM]).unwrap();
     read_marker(&mut booted(&here, VM).unwrap());
-    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
-}
-
-/// A lease that was left where the disk was before is no other host's; one that is taken afterwards is.
-#[test]
-fn a_guest_whose_disk_comes_to_a_later_lease_keeps_it_until_another_host_takes_it() {
-    let (here, mut console) = started_with_one_disk(VM, "encrypted");
-    let home = add_second(&here).join(here.vm(VM).unwrap()["id"].as_str().unwrap());
-    let lease = home.join("vm.lease");
-    let generation = |generation: u64| format!(r#"{{"version":1,"generation":{generation}}}"#);
-    std::fs::create_dir(&home).unwrap();
-    std::fs::write(&lease, generation(9)).unwrap();
-    here.vmseal(&["vm", "move", VM, "--datastore", "second"]).unwrap();
-    assert_eq!(std::fs::read_to_string(&lease).unwrap(), generation(9));
-    let kill_filter = || {
-        let filters = here.processes_of(VM, "vmseal-filter").unwrap();
-        assert!(!filters.is_empty(), "its disk is served");
-        filters.into_iter().for_each(kill_hard);
-    };
-    count(&mut console);
-    kill_filter();
-    here.wait_alarm(VM, "filter-restarted").unwrap();
-    stop_counting(&mut console);
-    read_marker_of_disk(&mut console);
-    // As another host does that gets the VM.
-    std::fs::write(&lease, generation(10)).unwrap();
-    kill_filter();
-    here.wait_power(VM, "off").unwrap();
-    drop(console);
-    here.vmseal(&["vm", "start", VM]).unwrap();
-    read_marker_of_disk(&mut booted(&here, VM).unwrap());
-    // It takes it along.
-    here.vmseal(&["vm", "move", VM, "--datastore", "local"]).unwrap();
-    let taken = place_of(&here, "local").join(home.file_name().unwrap()).join("vm.lease");
-    assert_eq!(std::fs::read_to_string(taken).unwrap(), generation(10));
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
