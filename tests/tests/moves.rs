@@ -13,6 +13,7 @@ use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::{
     Victim, console_again, during, has_its_turn, some_of, while_the_guest_dies,
 };
+use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::booted;
 
@@ -218,5 +219,50 @@ fn the_copy_of_a_vm_that_is_off_is_paused_and_goes_on() {
     is_on(&here, "second", true);
     here.vmseal(&["vm", "start", VM]).unwrap();
     read_marker(&mut booted(&here, VM).unwrap());
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// A lease that was left where the disk was before is no other host's; one that is taken afterwards is.
+#[test]
+fn a_guest_whose_disk_comes_to_a_later_lease_keeps_it_until_another_host_takes_it() {
+    let (here, console) = started(VM, "encrypted");
+    drop(console);
+    add_second(&here);
+    let vm = here.vm(VM).unwrap();
+    let first = vm["disks"][0]["name"].as_str().unwrap();
+    let lease_on =
+        |datastore| place_of(&here, datastore).join(vm["id"].as_str().unwrap()).join("vm.lease");
+    let generation = |generation: u64| format!(r#"{{"version":1,"generation":{generation}}}"#);
+    let move_first = |to| {
+        here.vmseal(&["vm", "move", VM, "--disk", first, "--datastore", to]).unwrap();
+    };
+    // The other disk stays, and with it a lease that the guest did not begin with.
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    move_first("second");
+    std::fs::write(lease_on("local"), generation(9)).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    move_first("local");
+    assert_eq!(std::fs::read_to_string(lease_on("local")).unwrap(), generation(9));
+    let kill_filter = || {
+        let filters = here.processes_of(VM, "vmseal-filter").unwrap();
+        assert!(!filters.is_empty(), "its disks are served");
+        filters.into_iter().for_each(kill_hard);
+    };
+    count(&mut console);
+    kill_filter();
+    here.wait_alarm(VM, "filter-restarted").unwrap();
+    stop_counting(&mut console);
+    read_marker(&mut console);
+    // As another host does that gets the VM.
+    std::fs::write(lease_on("local"), generation(10)).unwrap();
+    kill_filter();
+    here.wait_power(VM, "off").unwrap();
+    drop(console);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    read_marker(&mut booted(&here, VM).unwrap());
+    // The disk takes it along.
+    move_first("second");
+    assert_eq!(std::fs::read_to_string(lease_on("second")).unwrap(), generation(10));
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }

@@ -61,7 +61,7 @@ pub async fn disk(agent: &dyn HostAgent, session: &Session) {
     refused(silent, ErrorCode::WrongState, "a memory that is lost and was not given up");
     session.through(agent, revert_with_memory(disk, asleep, true)).await;
     is_suspended(agent, session, "after a revert to a snapshot with memory").await;
-    // It is so already, for whoever asks.
+    // The job is done already. To ask for it again changes nothing.
     session.through(agent, revert_with_memory(disk, asleep, false)).await;
     let other = agent.power_on_with(vm, GENERATION + 1).await;
     refused(other, ErrorCode::Damaged, "the memory that was given up");

@@ -389,11 +389,17 @@ impl Process {
     }
 
     /// Whether it has ended, waited for or not.
-    fn has_ended(&self) -> bool {
-        let mut poll =
-            libc::pollfd { fd: self.pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd, which outlives the call.
-        unsafe { libc::poll(&mut poll, 1, 0) == 1 }
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        has_ended(self.pidfd.get_ref())
+    }
+
+    /// A handle by which another task sees whether it has ended.
+    ///
+    /// # Errors
+    /// The process may have no more descriptors.
+    pub fn observe(&self) -> io::Result<Observed> {
+        self.pidfd.get_ref().try_clone().map(Observed)
     }
 
     /// Waits until it has ended; returns how.
@@ -430,6 +436,23 @@ impl Process {
         self.kill();
         self.ended().await
     }
+}
+
+/// A process that somebody else waits for.
+pub struct Observed(OwnedFd);
+
+impl Observed {
+    /// Whether it has ended, waited for or not.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        has_ended(&self.0)
+    }
+}
+
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut poll = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd, which outlives the call.
+    unsafe { libc::poll(&mut poll, 1, 0) == 1 }
 }
 
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {

@@ -41,6 +41,9 @@ pub const LOG_MAX: u64 = 4 << 20;
 /// How much of a log's end is read, in bytes.
 const LOG_TAIL: u64 = 8 * 1024;
 
+/// How QEMU ends when it cannot take a guest's memory and devices: the line before says why.
+const NOT_LOADED: &str = "load of migration failed";
+
 /// The run directory.
 #[derive(Clone, Debug)]
 pub struct RunDir {
@@ -284,14 +287,19 @@ impl ProcessDir {
         read().unwrap_or_default()
     }
 
-    /// The last line of a log with text in it, for an error message.
+    /// The last line of a log with text in it, for an error message; and the one before it where that has the reason.
     #[must_use]
     pub fn last_words(&self, name: &str) -> Option<String> {
         let end = self.log_end(name, LOG_TAIL);
         let text = String::from_utf8_lossy(&end);
         let says = |line: &&str| !line.is_empty() && !line.contains(": info: ");
-        let line = text.lines().rev().map(str::trim).find(says)?;
-        Some(line.chars().filter(|c| !c.is_control()).take(500).collect())
+        let mut lines = text.lines().rev().map(str::trim).filter(says);
+        let last = lines.next()?;
+        let words = match lines.next() {
+            Some(reason) if last.contains(NOT_LOADED) => format!("{reason}; {last}"),
+            _ => last.to_owned(),
+        };
+        Some(words.chars().filter(|c| !c.is_control()).take(500).collect())
     }
 
     /// The end of a log, as a part of a sentence about its process' end.
@@ -453,6 +461,9 @@ pub(crate) mod tests {
         log.write_all(b"\nthe reason\x1b[0m\n\nqemu: -device x: info: waiting\n").unwrap();
         assert_eq!(directory.last_words("filter").unwrap(), "the reason[0m");
         assert_eq!(directory.log_ends("filter"), "and its log ends 'the reason[0m'");
+        log.write_all(b"qemu: VQ 0 is not as saved\nqemu: load of migration failed: -1\n").unwrap();
+        let both = "qemu: VQ 0 is not as saved; qemu: load of migration failed: -1";
+        assert_eq!(directory.last_words("filter").unwrap(), both);
         directory.bound_logs();
         log.write_all(b"more\n").unwrap();
         assert_eq!(directory.log_end("filter", 100), b"more\n");

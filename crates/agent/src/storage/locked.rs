@@ -158,8 +158,8 @@ pub fn lock_for_successors(file: &File) -> io::Result<()> {
     lock(file, Access::Read).map(drop)
 }
 
-/// Has the lock of an open file, which nobody else could have until now, be one that others may have beside it. Whoever wants it alone still
-/// waits for all of them. A copy of another process' descriptor is the same open file.
+/// Changes the exclusive lock of an open file to a shared one. An exclusive lock is refused to others as long as anybody has a shared one.
+/// A copy of another process' descriptor is the same open file.
 ///
 /// # Errors
 /// Those of the file system; `WouldBlock` where another process has it alone.

@@ -1,7 +1,7 @@
 //! The latest ways to pools that this host was told, by the places where they are mounted.
 //!
 //! VMs that run and tasks at work have the way that they were told when they began, and each of them may have to mount the pool when
-//! `vmseal-rbd` has died. So the latest way counts, whoever asks ([`RbdPool::changed`]). It is noted beside the records of the mounts, for
+//! `vmseal-rbd` has died. So a host takes the latest way that it was told ([`RbdPool::changed`]). It is noted beside the records of the mounts, for
 //! later agents, which know of a VM that runs what it was started with. A note that is lost is made again when the server asks about the
 //! datastore next.
 
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_way_counts_whoever_asks_also_for_a_later_agent() {
+    fn a_host_keeps_to_the_latest_way_after_its_agent_restarts() {
         let directory = tempfile::tempdir().unwrap();
         let records = directory.path().join("rbd");
         let path = directory.path().join("ceph");

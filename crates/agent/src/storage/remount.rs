@@ -366,7 +366,7 @@ pub(crate) mod tests {
         assert!(refused.detail.contains("cannot be used in this way"), "{refused}");
         assert!(refused.detail.contains("another cluster other"), "{refused}");
         try_it(None).unwrap_err();
-        // Whoever mounts the pool by a way that leads nowhere does not keep another one from being tried.
+        // A mount that waits for monitors that are gone has the mounts' lock for half a minute: a trial does not wait for it.
         let mounting = pool::mounting(&place);
         let _mounting = mounting.lock().unwrap();
         try_it(Some("fsid")).unwrap();

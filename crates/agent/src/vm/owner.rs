@@ -511,8 +511,11 @@ impl Owner {
     fn serve_again(&mut self) {
         // A VM without an encrypted disk has a key when one is being encrypted or has just been decrypted.
         let needs_key = self.spec.key.is_some() && self.kek.is_none();
+        // What another filter does would not be in what is saved of the guest ([`crate::vm::suspend`]).
+        let saving = self.running().is_some_and(|running| running.saving.is_some());
         // Another host may have the disks of one that is handed over.
         if needs_key
+            || saving
             || self.is_handed_over()
             || !self.running().is_some_and(|running| running.service.waits())
         {

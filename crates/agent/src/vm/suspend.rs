@@ -7,6 +7,10 @@
 //!           ─► rename vm.memory away ─► cont ─► remove it
 //! ```
 //! Until the file has its name the guest can go on; from then on it is suspended.
+//!
+//! When it is stopped, QEMU asks the filter how far it has come in each queue. A filter that is dead then cannot say which requests it
+//! has not done, and nothing is saved. No other filter is started until the memory is saved: QEMU would have it begin, though the guest
+//! stands still, and what it does would not be in what is saved.
 
 use std::fs::File;
 use std::path::Path;
@@ -24,8 +28,10 @@ use super::internal;
 use super::migration::machine_of;
 use super::stream::{BANDWIDTH_MAX, completed, pass, pipe, take_back};
 use crate::hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::process::Observed;
 use crate::process::live::Live;
 use crate::process::run_record::Record;
+use crate::rules;
 use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
 use crate::storage::mirror;
 
@@ -54,6 +60,8 @@ pub struct ToSave {
     pub record: Record,
     pub kek: Option<SecretBytes>,
     pub qmp: Arc<Qmp>,
+    /// What serves its disks.
+    pub filter: Observed,
 }
 
 /// Begins to save the memory of a guest that runs or is paused.
@@ -61,9 +69,14 @@ pub fn begin(what: ToSave) -> Saving {
     Saving(tokio::spawn(vmseal_api::request_id::inherit(save(what))))
 }
 
-async fn save(ToSave { files, generation, record, kek, qmp }: ToSave) -> Result<(), Problem> {
+async fn save(what: ToSave) -> Result<(), Problem> {
+    let ToSave { files, generation, record, kek, qmp, filter } = what;
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
     qmp.execute("stop", Value::Null).await.map_err(refused)?;
+    if filter.has_ended() {
+        let what = "cannot be saved: the filter of its disks ended before its guest stood still. Try again";
+        return Err(rules::wrong_state(&record.spec, what));
+    }
     let machine = machine_of(&qmp).await.map_err(refused)?;
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
     qmp.execute("migrate-set-parameters", limits).await.map_err(refused)?;

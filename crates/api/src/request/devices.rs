@@ -121,7 +121,7 @@ pub struct ExportDisk {
     pub to: PathBuf,
     /// What is written.
     pub format: ExportFormat,
-    /// That the file may be read by whoever has it: said with every format but `luks2`.
+    /// Confirms that the file will hold plaintext, which everybody who may read the file can read: required for every format but `luks2`.
     #[serde(default)]
     pub plaintext: bool,
     /// The passphrase of a `luks2` file, sealed to the key box of the host (its `description`). The info string is

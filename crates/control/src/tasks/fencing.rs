@@ -31,7 +31,7 @@ pub(super) async fn keep_former_away(run: &Run<'_>, vm: &Vm) -> Result<(), StepE
         return Ok(());
     }
     match take(run, generation).await {
-        // The lease is later than what the inventory knows. Whoever has the images keeps them: the start fails then.
+        // The lease is later than what the inventory knows: another host may have the images. If it has, it keeps them, and the start fails.
         Err(StepError::Final(problem)) if problem.code == ErrorCode::Conflict => {
             tracing::warn!(vm = %vm.id, %problem, "a VM that was evacuated is started without taking its disks");
             Ok(())

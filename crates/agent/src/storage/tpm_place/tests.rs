@@ -49,7 +49,7 @@ impl Bench {
         self.home().arriving_tpm(self.id(), migration)
     }
 
-    /// What the TPM keeps, as whoever asks finds it.
+    /// What the TPM keeps, as the next start of the VM finds it.
     fn kept(&self) -> String {
         let state = tpm_state::read(&of(&self.spec, self.disk()).unwrap()).unwrap();
         String::from_utf8(state).unwrap()

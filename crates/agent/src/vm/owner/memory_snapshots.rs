@@ -46,7 +46,7 @@ impl Owner {
         rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
         self.may_replace_filter().await?;
         let files = self.files_of(job.snapshot).await?;
-        self.save_memory(files.clone(), job.generation)?;
+        self.save_memory(files.clone(), job.generation).await?;
         self.jobs.begin(task, spec.clone());
         self.keeping = Some(Keeping { task, job, spec, disks, files });
         Ok(())

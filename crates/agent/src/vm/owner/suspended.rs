@@ -2,11 +2,12 @@
 
 use serde_json::Value;
 use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 use vmseal_api::host::{KeyState, StopReason, VmSpec};
 use vmseal_api::problem::Problem;
 use vmseal_api::request_id;
 
-use super::{Owner, State};
+use super::{Event, Owner, State};
 use crate::hypervisor::network::announce::announce;
 use crate::process::run_record::{Phase, Record};
 use crate::rules;
@@ -14,6 +15,8 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::storage::memory::{MemoryFiles, NOT_COUNTED};
 use crate::storage::sealed_keys;
 use crate::vm::internal;
+use crate::vm::running::ProcessEvent;
+use crate::vm::service::{FILTER_RESTART_TIMEOUT, Service};
 use crate::vm::stream;
 use crate::vm::suspend::{self, Resume, ToSave};
 
@@ -29,15 +32,16 @@ impl Owner {
         let files = spawn_blocking(look).await.map_err(internal)??;
         tracing::info!(vm = %self.spec.vm, "the VM is being suspended");
         self.not_suspended = None;
-        self.save_memory(files, generation)
+        self.save_memory(files, generation).await
     }
 
     /// Begins to save the memory of the guest, which stands still from now on.
-    pub(super) fn save_memory(
+    pub(super) async fn save_memory(
         &mut self,
         files: MemoryFiles,
         generation: Option<u64>,
     ) -> Result<(), Problem> {
+        self.until_served().await?;
         self.require_no_panic()?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
@@ -52,10 +56,32 @@ impl Owner {
             phase: Phase::Running,
             live: running.live.without_lease(),
         };
+        let Service::Served(filter) = &running.service else {
+            return Err(internal("its disks are not served"));
+        };
+        let filter = filter.observe().map_err(internal)?;
         let qmp = running.qmp.clone();
         let generation = generation.unwrap_or(NOT_COUNTED);
-        running.saving = Some(suspend::begin(ToSave { files, generation, record, kek, qmp }));
+        let what = ToSave { files, generation, record, kek, qmp, filter };
+        running.saving = Some(suspend::begin(what));
         Ok(())
+    }
+
+    /// Waits until a filter serves the disks, where one has died.
+    async fn until_served(&mut self) -> Result<(), Problem> {
+        loop {
+            let Some(running) = self.running() else {
+                return Err(internal("its processes have ended"));
+            };
+            match &running.service {
+                Service::Served(filter) if !filter.has_ended() => return Ok(()),
+                Service::Down(None) => return Err(rules::locked(&self.spec)),
+                Service::Served(_) | Service::Down(Some(_)) => {}
+            }
+            let event = timeout(FILTER_RESTART_TIMEOUT, running.service.next()).await;
+            let event = event.map_err(|_| internal("its disks are not served"))?;
+            Box::pin(self.apply(Event::Process(ProcessEvent::Service(event)))).await;
+        }
     }
 
     /// The memory is saved, or is not.
@@ -110,6 +136,8 @@ impl Owner {
                 }
             }
         }
+        // One that died meanwhile had to wait.
+        self.serve_again();
     }
 
     /// Gives the saved memory up; a VM that has none is as asked.
