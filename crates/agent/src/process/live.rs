@@ -18,6 +18,9 @@ pub const DISK_QUEUES_MAX: u16 = 64;
 pub struct Live {
     /// Whether an operator has paused the guest.
     pub paused: bool,
+    /// Whether QEMU knows how far each queue of the disks of the paused guest is: what it saves of that is whole. False while the guest
+    /// runs, and where a filter has begun while it was paused.
+    pub queues_known: bool,
     /// Its network cards: what they are connected to.
     pub nics: Vec<NicState>,
     /// The port that each network card is plugged into.
@@ -87,6 +90,7 @@ impl Live {
         });
         Self {
             paused: false,
+            queues_known: false,
             nics,
             nic_ports: spec.nics().map(|nic| nic.nic).zip(0..).collect(),
             disks: disks.collect(),
@@ -99,10 +103,11 @@ impl Live {
         }
     }
 
-    /// The same for another run of the guest, here or elsewhere, and for agents of other versions: that has a lease of its own.
+    /// The same for another run of the guest, here or elsewhere, and for agents of other versions: that has a lease of its own, and a QEMU that
+    /// knows its queues by what it loads.
     #[must_use]
     pub fn without_lease(&self) -> Self {
-        Self { lease: None, ..self.clone() }
+        Self { lease: None, queues_known: false, ..self.clone() }
     }
 
     /// Whether the guest has a device.

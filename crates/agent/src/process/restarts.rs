@@ -14,6 +14,17 @@ pub const RESTARTS_MAX: usize = 5;
 /// The period in which deaths count.
 pub const WINDOW: Duration = Duration::from_secs(600);
 
+/// What no other filter is started for, where one has died.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// One is being started.
+    Not,
+    /// The VM's key is not on this host.
+    ForKey,
+    /// The guest stands still, and needs none until it goes on.
+    ForTheGuest,
+}
+
 /// A filter that died, and when another one replaced it.
 #[derive(Clone, Debug)]
 struct Restart {
@@ -53,16 +64,20 @@ impl Restarts {
         }
     }
 
-    /// The notice for operators. `waits_for_key` says whether a new filter waits for the VM's key.
+    /// The notice for operators.
     #[must_use]
-    pub fn notice(&self, spec: &VmSpec, waits_for_key: bool) -> Option<Notice> {
+    pub fn notice(&self, spec: &VmSpec, waits: Waits) -> Option<Notice> {
         let Restart { why, served, .. } = self.0.back()?;
         let (code, detail) = match served {
             None => {
-                let what = if waits_for_key {
-                    "another one needs the VM's key, which is not on this host: see that the key provider answers"
-                } else {
-                    "another one is being started"
+                let what = match waits {
+                    Waits::Not => "another one is being started",
+                    Waits::ForKey => {
+                        "another one needs the VM's key, which is not on this host: see that the key provider answers"
+                    }
+                    Waits::ForTheGuest => {
+                        "another one is started when the guest, which stands still, goes on"
+                    }
                 };
                 (
                     NoticeCode::DisksDown,
@@ -98,13 +113,13 @@ mod tests {
     fn a_limited_number_of_deaths_is_allowed_in_a_window() {
         let (mut restarts, start) = (Restarts::default(), Instant::now());
         let spec = crate::process::run_dir::tests::spec();
-        assert!(restarts.notice(&spec, false).is_none());
+        assert!(restarts.notice(&spec, Waits::Not).is_none());
         for number in 0..RESTARTS_MAX as u64 {
             let now = start + Duration::from_secs(number);
             assert!(restarts.died("it died".to_owned(), now));
-            assert_eq!(restarts.notice(&spec, false).unwrap().code, NoticeCode::DisksDown);
+            assert_eq!(restarts.notice(&spec, Waits::Not).unwrap().code, NoticeCode::DisksDown);
             restarts.served(now + Duration::from_millis(70));
-            let told = restarts.notice(&spec, false).unwrap();
+            let told = restarts.notice(&spec, Waits::Not).unwrap();
             assert_eq!(told.code, NoticeCode::FilterRestarted);
             assert!(told.detail.contains("70 ms"), "{}", told.detail);
         }
@@ -115,7 +130,7 @@ mod tests {
         assert!(patient.died("it died".to_owned(), start + WINDOW + Duration::from_millis(1500)));
         patient.served(start + WINDOW + Duration::from_secs(2));
         patient.forget(start + WINDOW * 3);
-        assert!(patient.notice(&spec, false).is_none());
+        assert!(patient.notice(&spec, Waits::Not).is_none());
     }
 
     #[test]
@@ -123,7 +138,10 @@ mod tests {
         let (mut restarts, start) = (Restarts::default(), Instant::now());
         assert!(restarts.died("it died".to_owned(), start));
         restarts.forget(start + WINDOW * 2);
-        let told = restarts.notice(&crate::process::run_dir::tests::spec(), true).unwrap();
+        let told = restarts.notice(&crate::process::run_dir::tests::spec(), Waits::ForKey).unwrap();
         assert!(told.detail.contains("key"), "{}", told.detail);
+        let spec = crate::process::run_dir::tests::spec();
+        let told = restarts.notice(&spec, Waits::ForTheGuest).unwrap();
+        assert!(told.detail.contains("when the guest") && !told.detail.contains("key"), "{told:?}");
     }
 }

@@ -177,6 +177,9 @@ struct Version5 {
     phase: Phase,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     paused: bool,
+    /// Whether QEMU knows how far each queue of the disks of the paused guest is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    queues_known: bool,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     spare_ports: bool,
     vm: Vm,
@@ -383,6 +386,7 @@ impl Record {
                 let (boot, slot, phase) = (record.boot, record.slot, record.phase);
                 let live = Live {
                     paused: record.paused,
+                    queues_known: record.queues_known,
                     spare_ports: record.spare_ports,
                     nic_ports: record.ports,
                     disks: record.disks.into_iter().map(DiskInUse::from).collect(),
@@ -420,6 +424,7 @@ impl Record {
             slot: self.slot,
             phase: self.phase,
             paused: live.paused,
+            queues_known: live.queues_known,
             spare_ports: live.spare_ports,
             vm: (&self.spec).into(),
             hardware: (&self.spec.hardware).into(),

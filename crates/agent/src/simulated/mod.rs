@@ -65,7 +65,7 @@ use crate::hypervisor::network;
 use crate::jobs::Jobs;
 use crate::keys::KeyBox;
 use crate::process::panics::Panics;
-use crate::process::restarts::Restarts;
+use crate::process::restarts::{Restarts, Waits};
 use crate::rules;
 use crate::rules::exclusion::{Activity, Situation};
 use crate::vm::state_store::StateStore;
@@ -226,7 +226,7 @@ impl Known {
                 .notices
                 .iter()
                 .cloned()
-                .chain(self.restarts.notice(&self.spec, false))
+                .chain(self.restarts.notice(&self.spec, Waits::Not))
                 .chain(self.notice_of_panics())
                 .collect(),
             jobs: self.jobs.statuses(),

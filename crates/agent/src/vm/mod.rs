@@ -42,6 +42,7 @@ mod owner;
 mod panicking;
 mod placing;
 mod proving;
+mod queues;
 mod receiving;
 mod reconnect;
 mod report;

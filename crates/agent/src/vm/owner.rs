@@ -56,7 +56,7 @@ use super::exposed::ExposedDisk;
 use super::report::Report;
 use super::running::{Ending, ProcessEvent, Running};
 use super::serve::{Memory, Plan};
-use super::service::{Attempt, Service, ServiceEvent};
+use super::service::{Again, Attempt, Service, ServiceEvent};
 use super::stalled::Stalled;
 use super::workers::Workers;
 use super::{Call, Initial, Request, Shared, convergence::Convergence, images, internal};
@@ -65,9 +65,9 @@ use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
 use crate::hypervisor::qmp;
 use crate::jobs::Jobs;
+use crate::process::Exit;
 use crate::process::live::Live;
-use crate::process::restarts::Restarts;
-use crate::process::{Exit, Process};
+use crate::process::restarts::{Restarts, Waits};
 use crate::rules;
 use crate::rules::exclusion::{Action, Activity, Situation};
 
@@ -317,7 +317,18 @@ impl Owner {
     }
 
     fn notices(&self) -> Vec<Notice> {
-        let waits = matches!(&self.state, State::Running(running) | State::Stopping { running, .. } if running.service.waits());
+        let waits = match &self.state {
+            State::Running(running) | State::Stopping { running, .. }
+                if running.service.waits() =>
+            {
+                if running.stands_still() {
+                    Waits::ForTheGuest
+                } else {
+                    Waits::ForKey
+                }
+            }
+            _ => Waits::Not,
+        };
         let restarted = self.restarts.notice(&self.spec, waits);
         let exposed = self.exposed_errors.values().flatten();
         let images = self.exchanged.iter().chain(exposed);
@@ -409,8 +420,8 @@ impl Owner {
             Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
                 self.filter_ended(exit).await
             }
-            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Ok(filter)))) => {
-                self.served_again(filter)
+            Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Ok(again)))) => {
+                self.served_again(again)
             }
             Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Err(problem)))) => {
                 let why =
@@ -496,10 +507,11 @@ impl Owner {
         let Some(running) = self.running() else { return };
         let why = filter::ended(exit, &running.directory).to_string();
         running.service = Service::Down(None);
-        let directory = running.directory.clone();
+        let (directory, stands_still) = (running.directory.clone(), running.stands_still());
         tracing::error!(vm = %self.spec.vm, why, "the guest waits for another filter");
         self.exchanged = images::exchanged(&self.spec, &directory).await;
-        if self.restarts.died(why.clone(), Instant::now().into_std()) {
+        // A guest that stands still loses nothing meanwhile, and its memory can be saved.
+        if self.restarts.died(why.clone(), Instant::now().into_std()) || stands_still {
             self.serve_again();
         } else {
             let why = format!("{why}; {}", self.restarts.too_many());
@@ -507,15 +519,18 @@ impl Owner {
         }
     }
 
-    /// Begins to start another filter, if one is needed and its key is here.
-    fn serve_again(&mut self) {
+    /// Whether no filter can be started for want of its key.
+    fn lacks_key(&self) -> bool {
         // A VM without an encrypted disk has a key when one is being encrypted or has just been decrypted.
-        let needs_key = self.spec.key.is_some() && self.kek.is_none();
-        // What another filter does would not be in what is saved of the guest ([`crate::vm::suspend`]).
-        let saving = self.running().is_some_and(|running| running.saving.is_some());
+        self.spec.key.is_some() && self.kek.is_none()
+    }
+
+    /// Begins to start another filter, if one is needed, its key is here, and its guest does not stand still.
+    fn serve_again(&mut self) {
+        let stands_still = self.running().is_some_and(|running| running.stands_still());
         // Another host may have the disks of one that is handed over.
-        if needs_key
-            || saving
+        if self.lacks_key()
+            || stands_still
             || self.is_handed_over()
             || !self.running().is_some_and(|running| running.service.waits())
         {
@@ -538,9 +553,10 @@ impl Owner {
         }
     }
 
-    fn served_again(&mut self, filter: Process) {
+    fn served_again(&mut self, again: Again) {
         if let Some(running) = self.running() {
-            running.service = Service::Served(filter);
+            running.service = Service::Served(again.filter);
+            running.begun_still = !again.guest_ran;
             self.serves_sizes = true;
             self.restarts.served(Instant::now().into_std());
             metrics::FILTERS_RESTARTED.add();

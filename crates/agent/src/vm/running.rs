@@ -67,6 +67,9 @@ pub struct Running {
     pub sending: Option<Sending>,
     /// Whether its guest has panicked and stands still.
     pub panicked: bool,
+    /// Whether the filter that serves has begun while the guest stood still, or may have: QEMU does not know its queues
+    /// ([`super::queues`]).
+    pub begun_still: bool,
     /// The writing of a core dump of a guest that has panicked.
     pub dumping: Option<PanicDumping>,
 }
@@ -177,6 +180,11 @@ impl Running {
     pub fn write(&self, spec: &VmSpec) -> Result<(), Problem> {
         let slot = self.slot.number();
         self.directory.write(spec, slot, Phase::Running, &self.live).map_err(super::internal)
+    }
+
+    /// Whether its guest stands still and no filter may begin: QEMU would have it work ([`super::queues`]).
+    pub fn stands_still(&self) -> bool {
+        self.live.paused || self.saving.is_some()
     }
 
     /// The guest that had panicked goes on, or boots again.
@@ -355,7 +363,7 @@ impl Running {
 
 /// Why a live filter must be replaced. A disk that QEMU has disconnected from is `left` at first, and a
 /// reason at the next check: QEMU may be ending. `expected` says whether QEMU keeps a connection for a disk.
-fn unserved(
+pub fn unserved(
     status: &FilterStatus,
     expected: impl Fn(DiskId) -> bool,
     left: &mut bool,

@@ -9,7 +9,8 @@
 //!                                   ▼                                                    ▼
 //!               ended with the VM (QEMU ended, forced off)             given up: the VM is stopped
 //! ```
-//! The wait for a key has no limit: a waiting guest has lost nothing, a stopped one has.
+//! The wait for a key has no limit: a waiting guest has lost nothing, a stopped one has. Nor has the wait for a guest that is paused: a filter
+//! begins when that goes on ([`queues`]).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +24,7 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::Shared;
+use super::queues;
 use super::serve::{self, Plan};
 use crate::filter::Control;
 use crate::hypervisor::qmp::{Qmp, QmpError};
@@ -53,12 +55,20 @@ pub enum ServiceEvent {
     /// The filter has ended.
     FilterEnded(Exit),
     /// Another one serves the disks, or none can.
-    ServedAgain(Result<Process, Problem>),
+    ServedAgain(Result<Again, Problem>),
+}
+
+/// A filter that serves in place of another one.
+#[derive(Debug)]
+pub struct Again {
+    pub filter: Process,
+    /// Whether the guest ran when QEMU had taken it ([`super::queues`]).
+    pub guest_ran: bool,
 }
 
 /// An attempt to start another filter.
 pub struct Attempt {
-    task: JoinHandle<Result<Process, Problem>>,
+    task: JoinHandle<Result<Again, Problem>>,
     cancel: oneshot::Sender<()>,
 }
 
@@ -116,12 +126,16 @@ async fn serve_again(
     plan: Arc<Plan>,
     slot: &Slot,
     qmp: &Qmp,
-) -> Result<Process, Problem> {
+) -> Result<Again, Problem> {
     let give_up = Instant::now() + shared.filter_restart_timeout;
     let mut pause = FIRST_PAUSE;
     loop {
         match serve_once(shared, directory, plan.clone(), slot, qmp).await {
-            Ok(filter) => return Ok(filter),
+            Ok(filter) => {
+                let control = Control::of(directory);
+                let guest_ran = queues::taken(&control, &plan.spec, &plan.live, qmp).await;
+                return Ok(Again { filter, guest_ran });
+            }
             Err(NotServed::MayRetry(problem)) if Instant::now() < give_up => {
                 tracing::info!(vm = %plan.spec.vm, %problem, "the disks are not served yet");
                 sleep(pause).await;

@@ -26,6 +26,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::guest_addresses::GuestAddresses;
 use super::panicking::{self, PANICKED};
 use super::placing;
+use super::queues;
 use super::running::{QemuEnd, Running};
 use super::serve::{self, Memory, Plan, filter, socket, wait_connected};
 use super::service::Service;
@@ -94,6 +95,8 @@ pub async fn boot(
 ) -> Result<(Running, Vec<Notice>), Problem> {
     directory.renew().await.map_err(internal)?;
     let mut live = plan.live.clone();
+    // What is loaded says it, and no filter is asked to do anything until the guest goes on.
+    live.queues_known = live.paused && !matches!(plan.memory, Memory::New);
     // A memory that was saved, or comes from another host, is that of a machine that is there already.
     if matches!(plan.memory, Memory::New) {
         live.memory_padding = qemu::memory_padding(&plan.spec, shared.accelerator.kind);
@@ -204,6 +207,7 @@ pub async fn boot(
         saving: None,
         sending: None,
         panicked: false,
+        begun_still: false,
         dumping: None,
     };
     Ok((running, notices))
@@ -374,21 +378,25 @@ pub async fn reconnect(
         // QEMU would flush its disks again, and wait for a filter that may not be there.
         if status["running"] == Value::Bool(true) {
             qmp.execute("stop", Value::Null).await.map_err(internal)?;
+            live.queues_known = false;
         }
     } else if live.handed_over.is_some() {
         // Another host may have its guest: only the server knows.
     } else if status["running"] != Value::Bool(true) {
-        // Without a filter this is an error: a guest that has not run yet is started again.
+        // Without a filter this is an error where the guest has not run yet, and it is started again. Else the next one follows.
         let never_ran = status["status"] == NOT_STARTED;
-        wait_connected(&control, spec, |disk| live.disk(disk).is_some()).await.map_err(
-            |problem| {
-                if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
-            },
-        )?;
+        if never_ran || filter.is_some() {
+            wait_connected(&control, spec, |disk| live.disk(disk).is_some()).await.map_err(
+                |problem| {
+                    if never_ran { NotConnected::NeverRan(problem) } else { problem.into() }
+                },
+            )?;
+        }
         // An agent may have ended while it saved the guest's memory.
         stream::give_up(&qmp).await.map_err(internal)?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
+    let ran = filter.is_some() && queues::taken(&control, spec, &live, &qmp).await;
     Ok(Running {
         directory: directory.clone(),
         qemu,
@@ -404,6 +412,7 @@ pub async fn reconnect(
         qemu_end: QemuEnd::default(),
         left: false,
         panicked: panicked && !live.paused,
+        begun_still: !ran,
         live,
         saving: None,
         sending: None,

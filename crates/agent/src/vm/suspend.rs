@@ -8,9 +8,8 @@
 //! ```
 //! Until the file has its name the guest can go on; from then on it is suspended.
 //!
-//! When it is stopped, QEMU asks the filter how far it has come in each queue. A filter that is dead then cannot say which requests it
-//! has not done, and nothing is saved. No other filter is started until the memory is saved: QEMU would have it begin, though the guest
-//! stands still, and what it does would not be in what is saved.
+//! A filter that is dead when the guest is stopped cannot say which requests it has not done, and nothing is saved ([`super::queues`]).
+//! No other filter is started until the memory is saved.
 
 use std::fs::File;
 use std::path::Path;
@@ -26,12 +25,11 @@ use vmseal_secret::SecretBytes;
 
 use super::internal;
 use super::migration::machine_of;
+use super::queues::Witness;
 use super::stream::{BANDWIDTH_MAX, completed, pass, pipe, take_back};
 use crate::hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use crate::process::Observed;
 use crate::process::live::Live;
 use crate::process::run_record::Record;
-use crate::rules;
 use crate::storage::memory::{self, MemoryFiles, MemoryReader, SavedMachine};
 use crate::storage::mirror;
 
@@ -60,8 +58,8 @@ pub struct ToSave {
     pub record: Record,
     pub kek: Option<SecretBytes>,
     pub qmp: Arc<Qmp>,
-    /// What serves its disks.
-    pub filter: Observed,
+    /// What serves its disks; none of a guest that is paused, and was stopped then.
+    pub filter: Option<Witness>,
 }
 
 /// Begins to save the memory of a guest that runs or is paused.
@@ -72,10 +70,9 @@ pub fn begin(what: ToSave) -> Saving {
 async fn save(what: ToSave) -> Result<(), Problem> {
     let ToSave { files, generation, record, kek, qmp, filter } = what;
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
-    qmp.execute("stop", Value::Null).await.map_err(refused)?;
-    if filter.has_ended() {
-        let what = "cannot be saved: the filter of its disks ended before its guest stood still. Try again";
-        return Err(rules::wrong_state(&record.spec, what));
+    if let Some(filter) = filter {
+        qmp.execute("stop", Value::Null).await.map_err(refused)?;
+        filter.has_answered(&record.spec, &record.live, "cannot be saved").await?;
     }
     let machine = machine_of(&qmp).await.map_err(refused)?;
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});

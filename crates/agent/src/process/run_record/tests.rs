@@ -64,6 +64,16 @@ fn golden_records_of_all_versions_are_read_and_the_newest_is_written() {
 }
 
 #[test]
+fn whether_the_queues_of_a_paused_guest_are_known_is_on_record_and_not_told_to_others() {
+    let mut record = Record::parse(GOLDEN_5.as_bytes()).unwrap();
+    assert!(record.live.paused && !record.live.queues_known, "an earlier version did not know it");
+    record.live.queues_known = true;
+    let again = Record::parse(&record.to_text().unwrap()).unwrap();
+    assert_eq!(again, record);
+    assert!(!record.live.without_lease().queues_known, "an earlier version could not read it");
+}
+
+#[test]
 fn a_record_from_before_disks_had_limits_is_read() {
     let mut old: serde_json::Value = serde_json::from_str(GOLDEN_1).unwrap();
     for field in ["limits", "cache", "replica", "allocation"] {

@@ -11,7 +11,7 @@
 use std::ffi::OsStr;
 
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, SendJob, StopReason};
+use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, Power, SendJob, StopReason, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -27,6 +27,8 @@ use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::storage::tpm_place;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
+use crate::vm::queues::Witness;
+use crate::vm::running::Running;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
@@ -75,6 +77,10 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
+        if self.power() != Power::Paused {
+            // Of one that was begun later it is known whether the guest ran then.
+            self.until_served().await?;
+        }
         let mut copies = self.prepare_copies(&job.copies).await?;
         if self.running().is_some_and(|running| running.tpm.has_ended()) {
             let what = "has lost its TPM, which ended while its guest runs. Stop it and start it again first";
@@ -199,6 +205,7 @@ impl Owner {
         let at_rest = matches!(spec, JobSpec::Send(job) if job.begins_at_rest());
         let action = if at_rest { Action::SendAtRest } else { Action::Send };
         self.situation().may(action, None)?;
+        self.require_known_queues()?;
         rules::check_job(&self.spec, spec, self.key(), |disk| self.facts(disk).is_some())
     }
 
@@ -241,9 +248,7 @@ impl Owner {
         let spec = self.spec.clone();
         let disks = self.served_disks();
         let Some(running) = self.running() else { return Err(internal("it has ended")) };
-        let Service::Served(_) = running.service else {
-            return Err(internal("its filter has died"));
-        };
+        require_whole(running, &spec).await?;
         running.live.handed_over = Some(generation);
         if let Err(problem) = running.write(&spec) {
             running.live.handed_over = None;
@@ -309,11 +314,14 @@ impl Owner {
                 let again = move || serve::take_over(&directory, &control, &plan);
                 spawn_blocking(again).await.map_err(internal)??;
             }
+            // It is paused, and another filter begins when it goes on.
+            Service::Down(_) if running.live.paused => {}
             Service::Down(_) => {
                 let (directory, slot) = (running.directory.clone(), running.slot.clone());
                 let qmp = running.qmp.clone();
                 let served = serve_once(&shared, &directory, plan.into(), &slot, &qmp).await;
                 running.service = Service::Served(served.map_err(|error| error.into_problem())?);
+                running.begun_still = true;
             }
         }
         running.live.handed_over = None;
@@ -370,5 +378,20 @@ impl Owner {
         }
         self.jobs.cancel(task);
         Ok(())
+    }
+}
+
+/// Checks that what QEMU has sent of a guest, which stands still, is whole ([`crate::vm::queues`]): QEMU stops a guest by itself when it has
+/// sent the most of it, and its filter may have died just before.
+async fn require_whole(running: &Running, spec: &VmSpec) -> Result<(), Problem> {
+    let begun = if running.live.paused { !running.live.queues_known } else { running.begun_still };
+    if begun {
+        return Err(internal(
+            "its filter has died, and the next one began when its guest stood still",
+        ));
+    }
+    match Witness::of(running)?.silent(spec, &running.live).await {
+        Some(why) => Err(internal(format!("its filter serves its disks no more: {why}"))),
+        None => Ok(()),
     }
 }

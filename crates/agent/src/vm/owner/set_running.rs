@@ -32,6 +32,7 @@ use crate::storage::medium;
 use crate::vm::bitmap_files;
 use crate::vm::internal;
 use crate::vm::panicking;
+use crate::vm::queues::{self, Witness};
 use crate::vm::running::{ProcessEvent, Running};
 use crate::vm::serve;
 use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
@@ -40,26 +41,76 @@ use crate::vm::start::set_link;
 impl Owner {
     /// Pauses, unpauses or resets the guest.
     pub(super) async fn control_guest(&mut self, what: GuestControl) -> Result<(), Problem> {
-        let (action, command, paused) = match what {
-            GuestControl::Pause => (Action::Pause, "stop", Some(true)),
-            GuestControl::Unpause => (Action::Unpause, "cont", Some(false)),
-            GuestControl::Reset => (Action::Reset, "system_reset", None),
+        let action = match what {
+            GuestControl::Pause => Action::Pause,
+            GuestControl::Unpause => Action::Unpause,
+            GuestControl::Reset => Action::Reset,
         };
         if self.situation().may(action, None)? == Permission::Already {
             return Ok(());
         }
         self.require_no_panic()?;
+        match what {
+            GuestControl::Pause => self.pause().await,
+            GuestControl::Unpause => self.unpause().await,
+            GuestControl::Reset => self.reset().await,
+        }
+    }
+
+    /// Pauses the guest. Its filter has answered QEMU then, or the guest goes on: what QEMU saves of a paused guest is whole.
+    async fn pause(&mut self) -> Result<(), Problem> {
+        self.until_served().await?;
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        if what != GuestControl::Pause {
-            running.goes_on();
-        }
-        if let Some(paused) = paused {
-            // On record first: an agent that finds the guest otherwise does it.
-            running.live.paused = paused;
-        }
+        let filter = Witness::of(running)?;
+        // On record first: an agent that finds the guest otherwise does it.
+        running.live.paused = true;
+        running.live.queues_known = false;
         running.write(&spec)?;
-        running.qmp.execute(command, Value::Null).await.map(drop).map_err(internal)
+        running.qmp.execute("stop", Value::Null).await.map_err(internal)?;
+        match filter.has_answered(&spec, &running.live, "is not paused").await {
+            Ok(()) => {
+                running.live.queues_known = true;
+                running.write(&spec)
+            }
+            Err(problem) => {
+                running.live.paused = false;
+                running.write(&spec)?;
+                running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+                self.serve_again();
+                Err(problem)
+            }
+        }
+    }
+
+    /// Has a paused guest go on.
+    async fn unpause(&mut self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        let lives = matches!(&running.service, Service::Served(filter) if !filter.has_ended());
+        if running.live.queues_known
+            && !lives
+            && !plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?
+        {
+            let what = "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then";
+            return Err(rules::wrong_state(&spec, what));
+        }
+        running.goes_on();
+        running.live.paused = false;
+        running.live.queues_known = false;
+        running.write(&spec)?;
+        let gone_on = running.qmp.execute("cont", Value::Null).await.map(drop).map_err(internal);
+        // The next filter begins when the guest runs.
+        self.serve_again();
+        gone_on
+    }
+
+    async fn reset(&mut self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return Err(not_there()) };
+        running.goes_on();
+        running.write(&spec)?;
+        running.qmp.execute("system_reset", Value::Null).await.map(drop).map_err(internal)
     }
 
     /// Registers the VM anew while it runs.
@@ -398,6 +449,15 @@ impl Owner {
         let beside = self.exposed.iter().filter(|(_, exposed)| exposed.beside);
         check_exposed(&spec, beside.map(|(disk, _)| *disk))?;
         let Some(running) = self.running() else { return Err(not_there()) };
+        if running.saving.is_some() {
+            // What another filter does would not be in what is saved.
+            let what = "has its memory saved. Try again when that is done";
+            return Err(refusal(ErrorCode::TimedOut, &spec, what));
+        }
+        if running.service.waits() && running.live.paused {
+            let what = "has lost its filter while it was paused. Another one is started when it is unpaused (vmseal vm unpause)";
+            return Err(refusal(ErrorCode::TimedOut, &spec, what));
+        }
         if !matches!(running.service, Service::Served(_)) {
             // In a moment it runs: the caller asks again.
             let what = "waits for another filter (alarm 'disks-down'). Try again when it runs";
@@ -434,7 +494,13 @@ impl Owner {
 
     /// Ends the filter; the guest waits until there is another one.
     pub(super) async fn end_filter_to_replace(&mut self) -> Result<(), Problem> {
+        let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
+        if running.live.queues_known {
+            // QEMU has the next one begin, though the guest is paused. On record before that is so.
+            running.live.queues_known = false;
+            running.write(&spec)?;
+        }
         match std::mem::replace(&mut running.service, Service::Down(None)) {
             Service::Served(old) => {
                 if running.control.shut_down().await.is_err() {
@@ -454,7 +520,7 @@ impl Owner {
     /// Starts a filter for a guest that waits for one.
     pub(super) async fn start_filter(&mut self) -> Result<(), Problem> {
         let plan = self.plan()?;
-        let shared = self.shared.clone();
+        let (shared, spec) = (self.shared.clone(), self.spec.clone());
         let Some(running) = self.running() else { return Err(not_there()) };
         let (directory, slot) = (&running.directory, &running.slot);
         let new = service::serve_once(&shared, directory, plan.into(), slot, &running.qmp).await;
@@ -466,6 +532,8 @@ impl Owner {
             problem => problem,
         })?;
         running.service = Service::Served(new);
+        running.begun_still =
+            !queues::taken(&running.control, &spec, &running.live, &running.qmp).await;
         self.serves_sizes = true;
         Ok(())
     }

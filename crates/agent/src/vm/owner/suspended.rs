@@ -15,7 +15,9 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::storage::memory::{MemoryFiles, NOT_COUNTED};
 use crate::storage::sealed_keys;
 use crate::vm::internal;
+use crate::vm::queues::{self, Witness};
 use crate::vm::running::ProcessEvent;
+use crate::vm::serve::wait_connected;
 use crate::vm::service::{FILTER_RESTART_TIMEOUT, Service};
 use crate::vm::stream;
 use crate::vm::suspend::{self, Resume, ToSave};
@@ -35,13 +37,17 @@ impl Owner {
         self.save_memory(files, generation).await
     }
 
-    /// Begins to save the memory of the guest, which stands still from now on.
+    /// Begins to save the memory of the guest, which stands still from now on. One that is paused needs no filter for that: QEMU has asked
+    /// the one that served when it was paused.
     pub(super) async fn save_memory(
         &mut self,
         files: MemoryFiles,
         generation: Option<u64>,
     ) -> Result<(), Problem> {
-        self.until_served().await?;
+        self.require_known_queues()?;
+        if !self.running().is_some_and(|running| running.live.paused) {
+            self.until_served().await?;
+        }
         self.require_no_panic()?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
@@ -56,10 +62,10 @@ impl Owner {
             phase: Phase::Running,
             live: running.live.without_lease(),
         };
-        let Service::Served(filter) = &running.service else {
-            return Err(internal("its disks are not served"));
+        let filter = match running.live.paused {
+            true => None,
+            false => Some(Witness::of(running)?),
         };
-        let filter = filter.observe().map_err(internal)?;
         let qmp = running.qmp.clone();
         let generation = generation.unwrap_or(NOT_COUNTED);
         let what = ToSave { files, generation, record, kek, qmp, filter };
@@ -67,21 +73,52 @@ impl Owner {
         Ok(())
     }
 
-    /// Waits until a filter serves the disks, where one has died.
-    async fn until_served(&mut self) -> Result<(), Problem> {
+    /// Refuses to save a guest that was paused, or to send it, where what QEMU saves of it might not be whole
+    /// ([`crate::vm::queues`]).
+    pub(super) fn require_known_queues(&self) -> Result<(), Problem> {
+        match &self.state {
+            State::Running(running) if running.live.paused && !running.live.queues_known => {
+                let what = "is paused, and a filter has begun to serve it since, or an earlier vmseal has paused it: QEMU could not save all of its guest. Unpause it (vmseal vm unpause), pause it again if it is to be so, and try again";
+                Err(rules::wrong_state(&self.spec, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits until a filter serves the disks that has begun while the guest ran, where one has died.
+    pub(super) async fn until_served(&mut self) -> Result<(), Problem> {
+        self.serve_again();
         loop {
+            let lacks_key = self.lacks_key();
             let Some(running) = self.running() else {
                 return Err(internal("its processes have ended"));
             };
             match &running.service {
-                Service::Served(filter) if !filter.has_ended() => return Ok(()),
-                Service::Down(None) => return Err(rules::locked(&self.spec)),
+                Service::Served(filter) if !filter.has_ended() => break,
+                Service::Down(None) if lacks_key => return Err(rules::locked(&self.spec)),
+                Service::Down(None) => return Err(internal("no filter serves its disks")),
                 Service::Served(_) | Service::Down(Some(_)) => {}
             }
             let event = timeout(FILTER_RESTART_TIMEOUT, running.service.next()).await;
             let event = event.map_err(|_| internal("its disks are not served"))?;
             Box::pin(self.apply(Event::Process(ProcessEvent::Service(event)))).await;
         }
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else {
+            return Err(internal("its processes have ended"));
+        };
+        if running.begun_still {
+            // An agent that starts does not know; and a guest that stood still has gone on.
+            let has_device = |disk| running.live.disk(disk).is_some();
+            wait_connected(&running.control, &spec, has_device).await?;
+            running.begun_still =
+                !queues::taken(&running.control, &spec, &running.live, &running.qmp).await;
+        }
+        if running.begun_still {
+            let what = "has a filter that began while its guest stood still. Try again when its guest runs";
+            return Err(rules::wrong_state(&spec, what));
+        }
+        Ok(())
     }
 
     /// The memory is saved, or is not.
