@@ -16,6 +16,7 @@ mod ceph_stall;
 mod changes;
 mod cli;
 mod clones;
+mod dead_filters;
 mod debian;
 mod dumps;
 mod encryption;

@@ -223,6 +223,25 @@ fn whatever_dies_during_a_migration_the_guest_runs_on_one_host_and_has_lost_noth
     has_lost_nothing(&here);
 }
 
+/// QEMU stops the guest by itself when it has sent the most: a filter that has died by then did not say how far it had come.
+#[test]
+fn a_source_whose_filter_dies_sends_a_guest_that_is_whole_or_keeps_it() {
+    if !has_its_turn() {
+        return;
+    }
+    let (mut here, console) = started("encrypted");
+    drop(console);
+    let starts = |here: &Installation| {
+        here.vmseal(&["vm", "start", VM]).unwrap();
+        prepare(&mut booted(here, VM).unwrap());
+    };
+    // Fewer than the deaths of filters after which a VM is stopped.
+    let victims = (&[Victim::FilterOf(true); 4][..], 2500);
+    two_hosts::move_while_processes_die(&mut here, VM, victims, starts, |here, _| {
+        has_lost_nothing(here);
+    });
+}
+
 /// The memory of the guest in a QEMU.
 fn memory_of(here: &Installation, host: &str) -> File {
     let qemu = processes(here, host, QEMU);
