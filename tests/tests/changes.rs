@@ -14,6 +14,7 @@ use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest;
+use vmseal_tests::two_hosts::{HERE, THERE, only_host};
 
 /// Names may hold dots and underscores.
 const VM: &str = "web.example_1";
@@ -152,6 +153,115 @@ fn a_guest_that_runs_is_paused_reset_and_given_devices() {
     assert_eq!(here.images(VM).unwrap().len(), 1);
     kill_filter(&here);
     run(&mut console, "dd if=/dev/vda of=/dev/null bs=1M count=4; echo READ-$((6 * 7))", "READ-42");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// A guest that is started with three disks, the first of which has this name, and that has written to the last one.
+fn with_three_disks() -> (Installation, Console, String) {
+    let here = Installation::new().unwrap();
+    let [logs, archive] = ["size=16MiB,name=logs", "size=24MiB,name=archive"]
+        .map(|disk| format!("datastore=local,{disk}"));
+    shell_guest::start(&here, VM, "encrypted", &["--disk", &logs, "--disk", &archive]).unwrap();
+    let first = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
+    let mut console = booted(&here);
+    has_three_disks(&mut console);
+    run(&mut console, "echo VMSEAL-MARKER-7 >/dev/vdc; sync; echo WROTE-$((6 * 7))", "WROTE-42");
+    (here, console, first)
+}
+
+/// The guest has these disks in their order, in ports behind the first one, and its card where cards always are.
+fn has_three_disks(console: &mut Console) {
+    holds(console, "[ $(cat /sys/block/vdb/size) = 32768 ]");
+    holds(console, "[ $(cat /sys/block/vdc/size) = 49152 ]");
+    is_at(console, "/sys/block/vda", "0000:00:02.0");
+    is_at(console, "/sys/block/vdb", "0000:00:1e.4");
+    is_at(console, "/sys/block/vdc", "0000:00:1e.5");
+    is_at(console, "/sys/class/net/eth0", "0000:01:00.0");
+}
+
+/// The guest has a device at a PCI address, or behind it.
+fn is_at(console: &mut Console, device: &str, address: &str) {
+    holds(console, &format!("readlink -f {device} | grep -q /{address}/"));
+}
+
+/// The guest reads from a disk, and from no cache, what it has written to the last one.
+fn has_marker(console: &mut Console, device: &str) {
+    let read = format!("echo 3 >/proc/sys/vm/drop_caches; head -n 1 {device}");
+    run(console, &read, "VMSEAL-MARKER-7");
+}
+
+/// Those that are left keep their places until the guest is started anew: while it is suspended, and over the ends of filter and agent.
+#[test]
+fn disks_that_were_there_at_the_start_are_removed_while_the_guest_runs() {
+    let (mut here, console, first) = with_three_disks();
+    drop(console);
+    here.vmseal(&["vm", "suspend", VM]).unwrap();
+    here.vmseal(&["vm", "resume", VM]).unwrap();
+    let mut console = here.console(VM).unwrap();
+    has_three_disks(&mut console);
+    has_marker(&mut console, "/dev/vdc");
+    for dry in [&["--dry-run"][..], &[]] {
+        let refused = here.refused(&[&["disk", "remove", VM, &first], dry].concat()).unwrap();
+        assert!(refused.contains("the first one. Stop it first"), "{refused}");
+    }
+    here.vmseal(&["disk", "remove", VM, "logs", "--dry-run"]).unwrap();
+    holds(&mut console, "[ -e /sys/block/vdb ]");
+    let images = here.images(VM).unwrap();
+    here.vmseal(&["disk", "remove", VM, "logs"]).unwrap();
+    holds(&mut console, "[ ! -e /sys/block/vdb ]");
+    assert_eq!(here.images(VM).unwrap(), [images[0].clone(), images[2].clone()]);
+    assert!(!images[1].exists(), "its image is left");
+    kill_filter(&here);
+    has_marker(&mut console, "/dev/vdc");
+    drop(console);
+    next_agent(&mut here);
+    let mut console = here.console(VM).unwrap();
+    is_at(&mut console, "/sys/block/vdc", "0000:00:1e.5");
+
+    // One that is added comes behind it, also at the next start.
+    here.vmseal(&["disk", "add", VM, "--disk", "datastore=local,size=4MiB,name=hot"]).unwrap();
+    is_at(&mut console, "/sys/block/vdb", "0000:00:1e.6");
+    drop(console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(&here);
+    is_at(&mut console, "/sys/block/vdb", "0000:00:1e.4");
+    has_marker(&mut console, "/dev/vdb");
+    is_at(&mut console, "/sys/block/vdc", "0000:00:1e.5");
+    holds(&mut console, "[ $(cat /sys/block/vdc/size) = 8192 ]");
+    here.vmseal(&["disk", "remove", VM, "archive"]).unwrap();
+    holds(&mut console, "[ ! -e /sys/block/vdb ]");
+    assert!(!images[2].exists(), "its image is left");
+    // So does the card of the start.
+    let card = here.vm(VM).unwrap()["nics"][0]["name"].as_str().unwrap().to_owned();
+    here.vmseal(&["nic", "remove", VM, &card]).unwrap();
+    holds(&mut console, "[ ! -e /sys/class/net/eth0 ]");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
+/// The QEMU there has them where they were.
+#[test]
+fn disks_that_were_there_at_the_start_are_removed_at_another_host() {
+    let (mut here, console, _) = with_three_disks();
+    drop(console);
+    here.add_host(THERE).unwrap();
+    here.vmseal(&["datastore", "share", "local", "--host", THERE]).unwrap();
+    let images = here.images(VM).unwrap();
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    assert_eq!(only_host(&here, VM).unwrap(), THERE);
+    let mut console = here.console(VM).unwrap();
+    has_three_disks(&mut console);
+    here.vmseal(&["disk", "remove", VM, "logs"]).unwrap();
+    holds(&mut console, "[ ! -e /sys/block/vdb ]");
+    drop(console);
+    here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
+    assert_eq!(only_host(&here, VM).unwrap(), HERE);
+    let mut console = here.console(VM).unwrap();
+    is_at(&mut console, "/sys/block/vdc", "0000:00:1e.5");
+    has_marker(&mut console, "/dev/vdc");
+    here.vmseal(&["disk", "remove", VM, "archive"]).unwrap();
+    holds(&mut console, "[ ! -e /sys/block/vdc ]");
+    assert!(images[0].exists() && !images[1].exists() && !images[2].exists());
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 

@@ -150,9 +150,11 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     let add = || ask(VmChange::AddDisk { disk: Box::new(another(session)) });
     done(start(agent, vm).await, "a start of one that runs");
     done(add().await, "another disk");
+    let second = session.disk(1).disk;
+    done(ask(VmChange::RemoveDisk { disk: second }).await, "the second disk less");
     let without = VmSpec { devices: session.spec.devices[1..].to_vec(), ..session.spec.clone() };
     let removed = (ask(VmChange::RemoveDisk { disk }).await, agent.register_vm(without).await);
-    alike(removed, ErrorCode::WrongState, "removing a disk that was there at the start");
+    alike(removed, ErrorCode::WrongState, "removing the first disk");
     done(agent.register_vm(session.spec.clone()).await, "as before");
 
     let held = exposed(agent, session).await;

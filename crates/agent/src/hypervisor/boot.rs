@@ -58,7 +58,7 @@ fn option(place: Option<usize>) -> String {
     place.map(|place| format!(",bootindex={place}")).unwrap_or_default()
 }
 
-/// How QEMU's monitor knows the `index`th of the disks that the guest sees from its start.
+/// How QEMU's monitor knows the `index`th of the disks that the guest sees, where that is on the root bus.
 #[must_use]
 pub fn disk_id(index: usize) -> String {
     format!("first-disk{index}")

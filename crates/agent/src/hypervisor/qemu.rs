@@ -26,6 +26,7 @@ use super::guest_agent;
 use super::network::{Card, OpenTap};
 use super::tpm;
 use crate::process::live::{DiskInUse, Live};
+use crate::process::ports::PORTS;
 use crate::process::run_dir::ProcessDir;
 use crate::process::{self, Launch, Process, User};
 
@@ -45,12 +46,8 @@ pub const MEMORY_BLOCK: &str = "ram";
 /// such a size QEMU 7.2 loses writes of an emulated guest that moves to another host (docs/decisions/216).
 pub const EMULATED_PADDING: u64 = 8 << 10;
 
-/// The PCI slot of the ports that network cards, and devices that are added while the guest runs, are plugged into: the
-/// last one that disks do not reach.
+/// The PCI slot of the ports that devices are plugged into, its functions ([`crate::process::ports`]): the last one that disks on the root bus do not reach.
 const PORTS_SLOT: &str = "1e";
-
-/// The ports: the functions of that slot.
-pub const PORTS: u32 = 8;
 
 /// The PCI slot of what every guest has; the first one that QEMU gives by itself.
 const OWN_SLOT: &str = "01";
@@ -292,7 +289,7 @@ fn port(number: u32) -> String {
     )
 }
 
-/// How QEMU's monitor knows a disk that was plugged in.
+/// How QEMU's monitor knows a disk in a port.
 #[must_use]
 pub fn disk_device(disk: DiskId) -> String {
     format!("disk-{disk}")
@@ -489,7 +486,10 @@ fn arguments(
         option("-chardev", format!("socket,id=disk{socket},fd={fd},server=on,wait=off"));
         let (id, boot) = match port {
             None => (boot::disk_id(index), order.option_of_disk(index, disk)),
-            Some(port) => (disk_device(disk.disk), format!(",bus={}", port_id(port))),
+            Some(port) => {
+                let boot = order.option_of_disk(index, disk);
+                (disk_device(disk.disk), format!("{boot},bus={}", port_id(port)))
+            }
         };
         let device = format!(
             "vhost-user-blk-pci,id={id},chardev=disk{socket},num-queues={queues}{boot},disable-legacy=on"
@@ -524,17 +524,17 @@ fn arguments(
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device, DiskSpec};
-    use vmseal_api::id::{DatastoreId, DiskId, VmId};
+    use vmseal_api::id::{DatastoreId, VmId};
     use vmseal_api::nic::NicBackend;
 
     use super::*;
     use crate::process::live::queues;
 
-    fn disk(name: &str) -> DiskSpec {
+    fn disk(index: usize) -> DiskSpec {
         let location = DatastoreLocation::Dir { path: "/d".into() };
         DiskSpec {
-            disk: DiskId::new(),
-            name: name.to_owned(),
+            disk: format!("0190b5a0-0000-7000-8000-0000000001{index:02}").parse().unwrap(),
+            name: format!("disk{index}"),
             datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
             size: 1 << 30,
             encrypted: false,
@@ -556,7 +556,7 @@ mod tests {
             policy: None,
             key: None,
             hardware: Default::default(),
-            devices: (0..disks).map(|index| Device::Disk(disk(&format!("disk{index}")))).collect(),
+            devices: (0..disks).map(|index| Device::Disk(disk(index))).collect(),
             snapshots: Vec::new(),
             images: None,
             about: None,
@@ -599,9 +599,8 @@ mod tests {
         ]
     }
 
-    #[test]
-    fn the_command_line_is_the_golden_one() {
-        let descriptors = Descriptors {
+    fn descriptors() -> Descriptors {
+        Descriptors {
             monitor: 10,
             console: 11,
             console_log: 12,
@@ -609,32 +608,54 @@ mod tests {
             guest: 20,
             disks: vec![13, 14],
             cards: cards(),
+        }
+    }
+
+    /// The arguments, each on a line of its own.
+    fn line(
+        of: &VmSpec,
+        accelerator: AcceleratorKind,
+        descriptors: &Descriptors,
+        live: &Live,
+    ) -> String {
+        let given = Given {
+            disks: &[],
+            cards: &[],
+            firmware: None,
+            tpm: None,
+            medium: None,
+            boot_once: None,
+            live,
+            machine: None,
         };
+        let arguments = arguments(of, accelerator, descriptors, &given);
+        let arguments = arguments.iter().map(|argument| argument.to_str().unwrap());
+        arguments.collect::<Vec<_>>().join("\n")
+    }
+
+    #[test]
+    fn the_command_line_is_the_golden_one() {
         let of = with_cards(spec(2, 2));
         let live = Live::at_start(&of);
-        let line = |accelerator| {
-            let given = Given {
-                disks: &[],
-                cards: &[],
-                firmware: None,
-                tpm: None,
-                medium: None,
-                boot_once: None,
-                live: &live,
-                machine: None,
-            };
-            let arguments = arguments(&of, accelerator, &descriptors, &given);
-            arguments
-                .iter()
-                .map(|argument| argument.to_str().unwrap())
-                .collect::<Vec<_>>()
-                .join("\n")
-        };
+        let line = |accelerator| line(&of, accelerator, &descriptors(), &live);
         let golden = include_str!("../../tests/golden/qemu-arguments.txt");
         assert_eq!(line(AcceleratorKind::Tcg), golden.trim_end());
         let kvm =
             golden.trim_end().replace("accel=tcg", "accel=kvm").replace("\nmax\n", "\nhost\n");
         assert_eq!(line(AcceleratorKind::Kvm), kvm);
+    }
+
+    /// It was saved, or comes from a host, where each disk of its start was on the root bus.
+    #[test]
+    fn a_guest_that_an_earlier_version_has_started_keeps_the_places_of_its_disks() {
+        let of = with_cards(spec(2, 2));
+        let live = Live { spare_ports: true, ..Live::of_earlier_record(&of, Vec::new()) };
+        let earlier = line(&of, AcceleratorKind::Tcg, &descriptors(), &live);
+        let second = "vhost-user-blk-pci,id=first-disk1,chardev=disk1,num-queues=2,bootindex=2,disable-legacy=on";
+        assert!(earlier.contains(second) && !earlier.contains("bus=port4"), "{earlier}");
+        let now = line(&of, AcceleratorKind::Tcg, &descriptors(), &Live::at_start(&of));
+        let ports = |line: &str| line.matches("pcie-root-port").count();
+        assert_eq!(ports(&earlier), ports(&now), "its machine is another one");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use vmseal_api::host::{Attachment, VmSpec};
 use super::boot::{Order, disk_id};
 use super::cdrom;
 use super::plug;
-use super::qemu::card_id;
+use super::qemu::{card_id, disk_device};
 use super::qmp::{Qmp, QmpError};
 
 /// What QEMU takes for no place in the order.
@@ -19,7 +19,10 @@ const NONE: i64 = -1;
 /// The devices that may have a place, as QEMU knows them, with the places of an order.
 fn places(spec: &VmSpec, order: &Order) -> Vec<(String, Option<usize>)> {
     let seen = spec.disks().filter(|disk| disk.role.attachment() == Attachment::Disk);
-    let disks = seen.enumerate().map(|(index, it)| (disk_id(index), order.of_disk(index, it)));
+    // By either name: on the root bus, or in a port.
+    let disks = seen.enumerate().flat_map(|(index, it)| {
+        [disk_id(index), disk_device(it.disk)].map(|id| (id, order.of_disk(index, it)))
+    });
     let nics = spec.nics().enumerate();
     let nics = nics.map(|(index, it)| (card_id(it.nic), order.place(BootDevice::Network, index)));
     let drive = (cdrom::DRIVE.to_owned(), order.place(BootDevice::Cdrom, 0));

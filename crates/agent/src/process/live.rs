@@ -3,9 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use super::panics::Panics;
 use vmseal_api::host::{Attachment, Device, NicState, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
+
+use super::panics::Panics;
+use super::ports;
 
 /// The most request queues of a disk: more gain nothing measurable for one guest.
 const QUEUES_MAX: u16 = 4;
@@ -27,7 +29,7 @@ pub struct Live {
     pub nic_ports: BTreeMap<NicId, u32>,
     /// The disks that the guest has, in the order in which they were plugged in.
     pub disks: Vec<DiskInUse>,
-    /// Whether QEMU was started with ports for devices that are plugged in later.
+    /// Whether QEMU was started with all ports, and not with those of its network cards alone.
     pub spare_ports: bool,
     /// The panics of the guest.
     pub panics: Panics,
@@ -53,7 +55,7 @@ pub struct DiskInUse {
     pub socket: u32,
     /// Its request queues.
     pub queues: u16,
-    /// The port that it was plugged into while the guest ran; none where the guest was started with it.
+    /// The port that it is plugged into; none where it is on the root bus, or on none, and stays until the guest is off.
     pub port: Option<u32>,
     /// Whether it has grown, and QEMU has not looked at its size since.
     pub grown: bool,
@@ -71,7 +73,12 @@ impl Live {
     /// For a VM that starts.
     #[must_use]
     pub fn at_start(spec: &VmSpec) -> Self {
-        Self { spare_ports: true, ..Self::of_earlier_record(spec, Vec::new()) }
+        let mut live = Self { spare_ports: true, ..Self::of_earlier_record(spec, Vec::new()) };
+        for (disk, port) in ports::of_disks(spec) {
+            let known = live.disks.iter_mut().filter(|known| known.disk == disk);
+            known.for_each(|known| known.port = Some(port));
+        }
+        live
     }
 
     /// Of a VM whose record, of an earlier version, does not say it: every device has the place of its order.

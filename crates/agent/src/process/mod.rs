@@ -9,6 +9,7 @@ pub(crate) mod died;
 pub mod live;
 pub(crate) mod machine;
 pub mod panics;
+pub(crate) mod ports;
 pub(crate) mod restarts;
 pub(crate) mod run_dir;
 pub mod run_record;

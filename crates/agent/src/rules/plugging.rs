@@ -71,21 +71,34 @@ fn no_such_nic(spec: &VmSpec, nic: NicId) -> Problem {
     Problem::new(ErrorCode::NotFound, what)
 }
 
-/// The guest was started with this disk.
-#[must_use]
-pub fn stays_plugged(spec: &VmSpec, disk: DiskId) -> Problem {
-    let what = format!(
-        "was started with its disk '{}', and only a disk that was added while it runs can be unplugged from its guest. Stop it first",
-        spec.disk(disk).map_or("", |disk| disk.name.as_str())
-    );
-    wrong_state(spec, &what)
+/// Checks that a disk can be unplugged from a guest that runs: it is one of data, and in a port.
+///
+/// # Errors
+/// `wrong-state`, with what keeps the disk.
+pub fn check_unplugged(spec: &VmSpec, disk: DiskId, in_port: bool) -> Result<(), Problem> {
+    let (name, is_data) = match spec.disk(disk) {
+        Some(known) => (known.name.as_str(), known.role.is_data()),
+        None => ("", true),
+    };
+    let first = spec.disks().find(|known| known.role.is_data());
+    let what = match (is_data, in_port) {
+        (true, true) => return Ok(()),
+        (false, _) => format!("has its disk '{name}' for as long as it runs"),
+        (true, false) if first.is_some_and(|first| first.disk == disk) => {
+            format!("runs from its disk '{name}', the first one")
+        }
+        (true, false) => format!(
+            "was started with its disk '{name}' on a bus from which no guest can let it go: no port was left for it, or an earlier vmseal has started the VM"
+        ),
+    };
+    Err(wrong_state(spec, &format!("{what}. Stop it first")))
 }
 
 /// All ports of the guest are taken, which are so many.
 #[must_use]
 pub fn no_free_port(spec: &VmSpec, ports: u32) -> Problem {
     let what = format!(
-        "VM '{}' has no room for another device while it runs: its network cards, and disks that were added since it was started, are {ports} at most. Stop it first",
+        "VM '{}' has no room for another device while it runs: its network cards, and those of its disks that can be unplugged, are {ports} at most. Stop it first",
         spec.name
     );
     Problem::new(ErrorCode::LimitExceeded, what)
@@ -140,6 +153,25 @@ mod tests {
         let missing = with_disk(&spec, &disk, KeyState::Missing).unwrap_err();
         assert_eq!(missing.code, ErrorCode::Locked);
         with_disk(&spec, &disk, KeyState::Held).unwrap();
+    }
+
+    #[test]
+    fn a_disk_that_stays_says_why() {
+        let [first, second, mut told] = ["one", "two", "told"].map(super::super::tests::disk);
+        told.role = DiskRole::CloudInit;
+        let spec = with(&[first.clone(), second.clone(), told.clone()]);
+        check_unplugged(&spec, second.disk, true).unwrap();
+        for (disk, in_port, why) in [
+            (&first, false, "runs from its disk 'one', the first one"),
+            (&second, false, "disk 'two' on a bus from which no guest can let it go"),
+            (&told, true, "its disk 'told' for as long as it runs"),
+            (&told, false, "its disk 'told' for as long as it runs"),
+        ] {
+            let refused = check_unplugged(&spec, disk.disk, in_port).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::WrongState);
+            assert!(refused.detail.contains(why), "{refused}");
+            assert!(refused.detail.ends_with("Stop it first"), "{refused}");
+        }
     }
 
     #[test]

@@ -12,8 +12,9 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::console::Guest;
 use super::{CAPACITY, Inside, Known, SimulatedHost};
-use crate::hypervisor::qemu::PORTS;
+use crate::process::live::Live;
 use crate::process::panics::Panics;
+use crate::process::ports::PORTS;
 use crate::rules::exclusion::{Action, Permission};
 use crate::rules::set_running::{self, Difference};
 use crate::rules::{self, plugging};
@@ -33,8 +34,8 @@ pub struct RunningGuest {
     pub generation: u64,
     /// The disks that it has.
     pub disks: BTreeSet<DiskId>,
-    /// The disks that it was started with: they cannot be unplugged.
-    pub first_disks: BTreeSet<DiskId>,
+    /// Those that are in no port: they cannot be unplugged.
+    pub fixed_disks: BTreeSet<DiskId>,
     /// How often it was reset.
     pub resets: u32,
     /// What it was started from, where that was for this start alone.
@@ -46,7 +47,9 @@ pub struct RunningGuest {
 impl RunningGuest {
     pub fn new(spec: VmSpec) -> Self {
         let disks: BTreeSet<_> = spec.disks().map(|disk| disk.disk).collect();
-        let (guest, first_disks) = (Guest::new(), disks.clone());
+        let live = Live::at_start(&spec);
+        let fixed = live.disks.iter().filter(|disk| disk.port.is_none());
+        let (guest, fixed_disks) = (Guest::new(), fixed.map(|disk| disk.disk).collect());
         let panics = Panics::default();
         let (paused, handed_over) = (false, false);
         Self {
@@ -56,7 +59,7 @@ impl RunningGuest {
             handed_over,
             generation: NOT_COUNTED,
             disks,
-            first_disks,
+            fixed_disks,
             resets: 0,
             boot_once: None,
             panics,
@@ -152,7 +155,7 @@ fn check_ports(
 ) -> Result<(), Problem> {
     let Difference { new_nics, gone_nics, new_disks, gone_disks, .. } = difference;
     let new = new_nics.len() + new_disks.len();
-    let plugged = known.nics().count() + guest.disks.difference(&guest.first_disks).count();
+    let plugged = known.nics().count() + guest.disks.difference(&guest.fixed_disks).count();
     let left = plugged.saturating_sub(gone_nics.len() + gone_disks.len());
     match new > 0 && u32::try_from(left + new).is_ok_and(|all| all > PORTS) {
         true => Err(plugging::no_free_port(known, PORTS)),
@@ -207,8 +210,8 @@ impl Inside {
         let Some(guest) = self.persisted.guests.get(&vm) else {
             return Err(rules::wrong_state(&known, "has ended"));
         };
-        if let Some(disk) = difference.gone_disks.iter().find(|it| guest.first_disks.contains(it)) {
-            return Err(plugging::stays_plugged(&known, *disk));
+        for disk in &difference.gone_disks {
+            plugging::check_unplugged(&known, *disk, !guest.fixed_disks.contains(disk))?;
         }
         // What a snapshot keeps of them, too.
         let gone = difference.gone_disks.iter().copied();

@@ -47,8 +47,8 @@ pub enum Disk {
     },
     /// Remove a disk of a VM, with its data
     ///
-    /// Of a VM that runs, only a disk that was added since it was started: its guest must let it go, so unmount it there
-    /// first.
+    /// Of a VM that runs, a disk that its guest can let go, which excludes the VM's first one and the one for cloud-init.
+    /// Unmount it in the guest first.
     #[command(visible_alias = "rm")]
     Remove {
         /// The VM's name or id

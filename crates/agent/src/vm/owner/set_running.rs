@@ -20,11 +20,12 @@ use crate::filter::{self, END_SEEN_WITHIN};
 use crate::hypervisor::cdrom;
 use crate::hypervisor::network;
 use crate::hypervisor::plug;
-use crate::hypervisor::qemu::{self, PORTS};
+use crate::hypervisor::qemu;
 use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
+use crate::process::ports::{self, PORTS};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
-use crate::rules::plugging::{check_exposed, no_free_port, stays_plugged};
+use crate::rules::plugging::{check_exposed, check_unplugged, no_free_port};
 use crate::rules::set_running::{self, Difference};
 use crate::storage::disk_keys;
 use crate::storage::lease;
@@ -187,7 +188,7 @@ impl Owner {
     async fn may_plug_nic(&mut self, nic: NicSpec) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        free_port(&spec, running, 0..PORTS)?;
+        free_port(&spec, running, ports::for_another_card())?;
         let own_user = running.slot.qemu().is_some();
         let examine = move || network::examine(spec.vm, &nic, own_user);
         tokio::task::spawn_blocking(examine).await.map_err(internal)?
@@ -249,7 +250,7 @@ impl Owner {
         let mut spec = self.spec.clone();
         let before = self.nics_before.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        let port = free_port(&spec, running, 0..PORTS)?;
+        let port = free_port(&spec, running, ports::for_another_card())?;
         let own_user = running.slot.qemu().is_some();
         let (of, wanted) = (spec.clone(), nic.clone());
         let open = move || network::open_one(&of, &wanted, &before, own_user);
@@ -413,10 +414,9 @@ impl Owner {
         // What a snapshot keeps of it, too.
         check_exposed(&spec, self.exposed.contains_key(&disk).then_some(disk).into_iter())?;
         let Some(running) = self.running() else { return Err(not_there()) };
-        match running.live.disk(disk) {
-            Some(DiskInUse { port: None, .. }) => Err(stays_plugged(&spec, disk)),
-            in_use => Ok(in_use.copied()),
-        }
+        let Some(in_use) = running.live.disk(disk).copied() else { return Ok(None) };
+        check_unplugged(&spec, disk, in_use.port.is_some())?;
+        Ok(Some(in_use))
     }
 
     /// Takes a disk that QEMU does not have off the record, and has a filter serve the others. `kept` is what is known
@@ -648,8 +648,8 @@ fn free_port(
 
 /// The port and the queues of another disk.
 fn free_place(spec: &VmSpec, running: &Running) -> Result<(u32, u16), Problem> {
-    // From the other end than network cards, whose names in guests follow their ports.
-    let port = free_port(spec, running, (0..PORTS).rev())?;
+    let last = running.live.disks.iter().filter_map(|disk| disk.port).max();
+    let port = free_port(spec, running, ports::for_another_disk(last))?;
     Ok((port, free_queues(spec, running)?))
 }
 
