@@ -47,6 +47,30 @@ pub struct Copies {
     /// The disks of the clone that stand on what the snapshot keeps.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub linked: BTreeSet<DiskId>,
+    /// The host that it is for; none where that is the one of the VM that is cloned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub elsewhere: Option<Elsewhere>,
+}
+
+/// Another host that a clone is for. The host of the VM that is cloned makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Elsewhere {
+    /// The host that makes it.
+    pub from: HostId,
+    /// The host that gets it.
+    pub to: HostId,
+    /// How its disks are sent; none where both hosts have their datastores, and nothing is sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sent: Option<SentDisks>,
+}
+
+/// How the disks of a clone get to another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SentDisks {
+    /// The datastore there that they are sent to.
+    pub datastore: DatastoreId,
+    /// Whether what is sent is encrypted.
+    pub encrypted: bool,
 }
 
 /// A snapshot of a VM that runs, for its clone.
@@ -679,12 +703,24 @@ impl Operation {
         )
     }
 
+    /// The other host that a clone is for.
+    #[must_use]
+    pub fn elsewhere(&self) -> Option<Elsewhere> {
+        match self {
+            Self::CreateVm { copies: Some(copies), .. } => copies.elsewhere,
+            _ => None,
+        }
+    }
+
     /// Whether it moves disks to a datastore, or away from it.
     #[must_use]
     pub fn moves_disks_of(&self, datastore: DatastoreId) -> bool {
         match self {
             Self::MoveVm { from, to, .. } => to.datastore == datastore || from.contains(&datastore),
-            _ => false,
+            _ => self
+                .elsewhere()
+                .and_then(|elsewhere| elsewhere.sent)
+                .is_some_and(|sent| sent.datastore == datastore),
         }
     }
 
@@ -703,6 +739,9 @@ impl Operation {
     /// Where it has a VM that was not there, or did not run there.
     #[must_use]
     pub fn places(&self) -> Option<Placed> {
+        if let Some(elsewhere) = self.elsewhere() {
+            return Some(Placed::On(elsewhere.to));
+        }
         match self {
             Self::CreateVm { vm, .. }
             | Self::RestoreDeletedVm { vm, .. }
