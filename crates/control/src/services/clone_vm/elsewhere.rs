@@ -18,6 +18,7 @@ use vmseal_api::host::{
     NicSpec,
 };
 use vmseal_api::id::DatastoreId;
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::Plan;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
@@ -28,7 +29,7 @@ use crate::hosts::mounted;
 use crate::operation::{Elsewhere, SentDisks};
 use crate::osds;
 use crate::services::caller::{Caller, Privilege};
-use crate::services::migrate::{examine, in_the_clear, is_encrypted, must_be_encrypted, takes_vms};
+use crate::services::migrate::{examine, is_encrypted, must_be_encrypted, takes_vms};
 use crate::services::nics::without_ports;
 use crate::services::{Services, create_vm, hosts, image_layouts, redundancy, room};
 use crate::store::datastores::{self, Datastore};
@@ -119,6 +120,15 @@ fn refused(origin: &vms::Vm, host: &Host, why: &str) -> Problem {
     let (vm, host) = (&origin.name, &host.name);
     let detail = format!("the clone of VM '{vm}' cannot be on host '{host}': {why}");
     of_host(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// What people should know who did not ask for that.
+fn in_the_clear(vm: &vms::Vm, encrypted: bool) -> Option<String> {
+    let asked = vm.migration_encryption == MigrationEncryption::Disabled;
+    (!encrypted && !asked).then(|| {
+        "one of the hosts cannot encrypt what is sent: the disks go over the network in the clear"
+            .to_owned()
+    })
 }
 
 impl Asked<'_> {
