@@ -16,6 +16,7 @@ mod ceph_stall;
 mod changes;
 mod cli;
 mod clones;
+mod clones_on_hosts;
 mod dead_filters;
 mod debian;
 mod dumps;

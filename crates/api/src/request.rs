@@ -342,8 +342,13 @@ pub struct CloneVm {
     /// snapshot then, and drops it at its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
-    /// The datastore of the host that all of its disks are made on, by name or id. Without it each is on the datastore of the disk
-    /// that it is a copy of. What a linked clone shares stays where it is: its data disks are on that datastore already.
+    /// The host that it is for, by name or id; none means the host of the other VM, which makes it in any case. On another host it has
+    /// its disks where both have their datastores, or else they are sent there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// The datastore of its host that all of its disks are on, by name or id. Without it each is on the datastore of the disk
+    /// that it is a copy of; on another host that lacks one of these, on one that both hosts have, or on that of the other host with
+    /// the most free room. What a linked clone shares stays where it is: its data disks are on that datastore already.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
     /// Whether the clone stands on what the snapshot, which is named then, keeps, instead of having a copy: it shares the data and

@@ -288,6 +288,7 @@ mod tests {
         ("hardware.on_crash", CREATE, "--on-crash"),
         ("hardware.tpm", CREATE, "--tpm"),
         ("host", "vmseal datastore add d --host h --path /p", "--host"),
+        ("host", "vmseal vm clone web new --host h", "--host"),
         ("host", "vmseal vm migrate web h", "HOST"),
         ("host", "vmseal vm evacuate web --host h", "--host"),
         ("in_place", "vmseal vm recrypt web --deep --in-place", "--in-place"),

@@ -1,17 +1,21 @@
 //! The operations of tasks, in their stored form.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod copies;
+
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
-use vmseal_api::host::{CopyOf, DatastoreSpec, DiskRole, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::host::{DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
     TaskId, VmId,
 };
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
+
+pub use self::copies::{Copies, Elsewhere, SentDisks, Temporary};
 
 /// A VM that is to be adopted, as the inventory will have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,42 +33,6 @@ pub struct Definition {
     /// The key that the inventory has of it: the VM is known, and gets the key of the definition in place of this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<KeyReference>,
-}
-
-/// What the disks of a clone are copied from.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Copies {
-    /// The VM that is cloned.
-    pub vm: VmId,
-    /// What its disks held then; none means what they hold now.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub snapshot: Option<SnapshotId>,
-    /// That the task takes this snapshot, whose row is there, and drops it at its end; none where it was there.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub temporary: Option<Temporary>,
-    /// Its disks, by those of the clone.
-    pub disks: BTreeMap<DiskId, DiskId>,
-    /// The disks of the clone that stand on what the snapshot keeps.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-    pub linked: BTreeSet<DiskId>,
-}
-
-/// A snapshot of a VM that runs, for its clone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Temporary {
-    /// Whether the guest's file systems are frozen for its instant.
-    pub quiesce: bool,
-}
-
-impl Copies {
-    /// What a disk of the clone is copied from. Snapshots keep nothing of what cloud-init reads, to which no guest writes.
-    #[must_use]
-    pub fn of(&self, disk: DiskId, role: DiskRole) -> Option<CopyOf> {
-        let vm = self.vm;
-        let snapshot = self.snapshot.filter(|_| role != DiskRole::CloudInit);
-        let linked = self.linked.contains(&disk);
-        self.disks.get(&disk).map(|from| CopyOf { vm, disk: *from, snapshot, linked })
-    }
 }
 
 /// What a task does; stored with it.
@@ -679,12 +647,24 @@ impl Operation {
         )
     }
 
+    /// The other host that a clone is for.
+    #[must_use]
+    pub fn elsewhere(&self) -> Option<Elsewhere> {
+        match self {
+            Self::CreateVm { copies: Some(copies), .. } => copies.elsewhere,
+            _ => None,
+        }
+    }
+
     /// Whether it moves disks to a datastore, or away from it.
     #[must_use]
     pub fn moves_disks_of(&self, datastore: DatastoreId) -> bool {
         match self {
             Self::MoveVm { from, to, .. } => to.datastore == datastore || from.contains(&datastore),
-            _ => false,
+            _ => self
+                .elsewhere()
+                .and_then(|elsewhere| elsewhere.sent)
+                .is_some_and(|sent| sent.datastore == datastore),
         }
     }
 
@@ -703,6 +683,9 @@ impl Operation {
     /// Where it has a VM that was not there, or did not run there.
     #[must_use]
     pub fn places(&self) -> Option<Placed> {
+        if let Some(elsewhere) = self.elsewhere() {
+            return Some(Placed::On(elsewhere.to));
+        }
         match self {
             Self::CreateVm { vm, .. }
             | Self::RestoreDeletedVm { vm, .. }

@@ -171,6 +171,9 @@ pub enum Vm {
     /// copied and dropped: what the guest's disks hold at one instant, with its file systems frozen for a moment if its agent
     /// answers.
     ///
+    /// With --host the clone is for another host: its disks are made where both hosts have their datastore, or they are made on the VM's
+    /// host, sent to the other one and removed where they were made. The dry run says which.
+    ///
     /// If cloud-init in the VM has a disk to read, the clone gets one with the same data and an instance id of its own, so that
     /// cloud-init sets its guest up anew (host name, SSH host keys); or one with the data that is given here. Otherwise its
     /// guest is what the other one was, with its host name and keys.
@@ -182,7 +185,11 @@ pub enum Vm {
         /// Clone what this snapshot keeps
         #[arg(long, value_name = "NAME")]
         snapshot: Option<String>,
-        /// Make all disks of the clone on this datastore of the VM's host, by name or id [default: those of the VM's disks]
+        /// The host that the clone is for, by name or id [default: the VM's host]
+        #[arg(long, value_name = "HOST")]
+        host: Option<String>,
+        /// Have all disks of the clone on this datastore of its host, by name or id [default: those of the VM's disks; on a host that lacks
+        /// one of these, one that both hosts have, or the one with the most free room]
         #[arg(long, value_name = "NAME")]
         datastore: Option<String>,
         /// Do not freeze the file systems of a guest that runs

@@ -129,6 +129,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             vm,
             name,
             snapshot,
+            host,
             datastore,
             no_quiesce,
             linked,
@@ -146,7 +147,8 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             });
             let is_given_none = cloud_init.is_none() && !dry_run.dry_run;
             let (quiesce, rate, clone) = (!no_quiesce, rate.rate, name.clone());
-            let request = CloneVm { name, snapshot, datastore, linked, cloud_init, quiesce, rate };
+            let request =
+                CloneVm { name, snapshot, host, datastore, linked, cloud_init, quiesce, rate };
             let path = format!("vms/{vm}/clone");
             task::begin(server, output, &path, &request, &dry_run, &wait).await?;
             shares.into_iter().for_each(say);

@@ -3,12 +3,13 @@
 //! | the VM is | on this host | what is done |
 //! |---|---|---|
 //! | elsewhere | off, or suspended | it is unregistered |
+//! | elsewhere, to where its disks were sent | off | the job that sent them ends, the disks are removed, and it is unregistered |
 //! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
 //! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
 //! | at another control plane: it is being deleted here | as elsewhere | as elsewhere |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
 
-use vmseal_api::host::{HostAgent, JobSpec, Power, SendJob, VmState};
+use vmseal_api::host::{HostAgent, JobKind, JobSpec, Power, SendJob, VmState};
 use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
@@ -64,7 +65,17 @@ pub(super) async fn deal_with(
                 _ => forget(agent, seen.vm, &copied).await,
             }
         }
-        (false, _) => forget(agent, seen.vm, &copied).await,
+        (false, _) => {
+            // One that was sent while it was off has its disks held by the job until that ends.
+            let ended = match seen.jobs.iter().find(|job| job.kind == JobKind::Send) {
+                Some(sent) => agent.commit_job(seen.vm, sent.task, job).await,
+                None => Ok(()),
+            };
+            match ended {
+                Err(problem) if is_silence(&problem) => Err(problem),
+                _ => forget(agent, seen.vm, &copied).await,
+            }
+        }
     };
     match done {
         Err(problem) if is_silence(&problem) => Err(problem),

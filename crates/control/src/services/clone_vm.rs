@@ -1,17 +1,19 @@
 //! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own, on the same
-//! datastores or all on another one. Of one that runs the task takes a snapshot, and drops it.
+//! datastores or all on another one, on the same host or for another one. Of one that runs the task takes a snapshot, and drops it.
 
+mod elsewhere;
 mod place;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS};
-use vmseal_api::host::{Allocation, DiskRole, Power};
+use vmseal_api::host::{Allocation, DiskRole, NicSpec, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
 
+use self::elsewhere::{Destination, Way};
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
 use super::saved_memory;
@@ -38,12 +40,13 @@ pub async fn clone(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
-    let (origin, _) = find(services, from).await?;
+    let (origin, disks) = find(services, from).await?;
     require_ready(&origin)?;
     if origin.key.is_some() {
         caller.require(Privilege::Clone)?;
     }
     features::require(services, &origin, COPIES, "clone disks")?;
+    let destination = elsewhere::choose(services, caller, (&origin, &disks), &request).await?;
     let (id, name) = (VmId::new(), request.name.clone());
     let documents =
         request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
@@ -71,11 +74,20 @@ pub async fn clone(
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
     require_key_for_tpm(&origin, &policy)?;
     let provider = provider_of(services, &mut write, &policy).await?;
-    room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
+    if destination.is_none() {
+        room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
+    }
     let told = if documents.is_some() { Told::Anew } else { Told::TheSame };
     let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref(), told)?;
     // What is made beside its first disk is there as well.
-    place::put(&mut write, &origin, &policy, &request, &mut made).await?;
+    let place = match &destination {
+        None => place::named(&mut write, &request).await?,
+        Some(Destination { way: Way::Shared(found), .. }) => Some(found.clone()),
+        Some(_) => None,
+    };
+    if let Some(found) = &place {
+        place::put(&mut write, &origin, &policy, (found, request.linked), &mut made).await?;
+    }
     copies.temporary = temporary;
     if made.iter().any(is_for_cloud_init) {
         let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
@@ -91,6 +103,10 @@ pub async fn clone(
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
     image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
+    if let Some(destination) = &destination {
+        destination.require(services, &mut write, &policy, &made).await?;
+        copies.elsewhere = Some(destination.of(&origin));
+    }
     let cards = nics::of_vm(&mut write, origin.id).await?;
     let cards = super::nics::place_alike(&mut write, cards).await?;
     let vm = vms::Vm {
@@ -128,11 +144,12 @@ pub async fn clone(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        let of_place = place::examine(services, &vm, &policy, &request, (&made, &cards)).await?;
-        let mut planned =
-            Plan { warnings: room::examine(services, &vm, &made).await?, ..plan(&task, &vm) };
-        planned.warnings.extend(of_place);
-        planned.steps.insert(0, room::understood(&vm, &made));
+        let mut planned = plan(&task, &vm);
+        let of = (&made[..], &cards[..]);
+        match &destination {
+            Some(there) => there.explain(services, (&vm, &policy), of, &mut planned).await?,
+            None => explain(services, (&vm, &policy), &request, of, &mut planned).await?,
+        }
         if let Some(link) = &link {
             planned.warnings.push(shares(&made, link));
         }
@@ -143,6 +160,21 @@ pub async fn clone(
         return Ok(Outcome::Planned(planned));
     }
     begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
+}
+
+/// Says in a plan what is made on the host of the other VM, and asks that host whether there is room.
+async fn explain(
+    services: &Services,
+    (vm, policy): (&vms::Vm, &policies::Policy),
+    request: &CloneVm,
+    (made, cards): (&[Disk], &[NicSpec]),
+    planned: &mut Plan,
+) -> Result<(), Problem> {
+    let of_place = place::examine(services, vm, policy, request, (made, cards)).await?;
+    planned.warnings.extend(room::examine(services, vm, made).await?);
+    planned.warnings.extend(of_place);
+    planned.steps.insert(0, room::understood(vm, made));
+    Ok(())
 }
 
 /// Refuses a clone that would have a TPM and no key. A VM with a TPM that was decrypted has its key still, and a policy that gives none.
@@ -301,6 +333,6 @@ fn copied(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let snapshot = snapshot.map(|snapshot| snapshot.id);
-    let (vm, linked, temporary) = (origin.id, BTreeSet::new(), None);
-    Ok((made, Copies { vm, snapshot, temporary, disks: of, linked }))
+    let (vm, linked, temporary, elsewhere) = (origin.id, BTreeSet::new(), None, None);
+    Ok((made, Copies { vm, snapshot, temporary, disks: of, linked, elsewhere }))
 }

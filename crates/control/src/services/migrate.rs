@@ -296,7 +296,7 @@ fn require_use_of_disks(services: &Services, vm: &Vm) -> Result<(), Problem> {
 }
 
 /// Whether what the VM is sent with is encrypted.
-fn is_encrypted(services: &Services, vm: &Vm, to: &Host) -> bool {
+pub(super) fn is_encrypted(services: &Services, vm: &Vm, to: &Host) -> bool {
     let can = |host| services.hosts.view(host).has(MIGRATE_ENCRYPTED);
     must_be_encrypted(vm)
         || vm.migration_encryption != MigrationEncryption::Disabled && can(vm.host) && can(to.id)
@@ -414,7 +414,11 @@ impl Fit {
 }
 
 /// What is known of another host, if VMs are placed there and it answers; or why it takes none.
-fn takes_vms(services: &Services, vm: &Vm, host: &Host) -> Result<Arc<HostDescription>, String> {
+pub(super) fn takes_vms(
+    services: &Services,
+    vm: &Vm,
+    host: &Host,
+) -> Result<Arc<HostDescription>, String> {
     if host.id == vm.host {
         return Err("it is there already".to_owned());
     }
@@ -481,7 +485,7 @@ async fn fits(
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware.
-async fn examine(
+pub(super) async fn examine(
     agent: &dyn HostAgent,
     vm: VmId,
     nics: impl Iterator<Item = &NicSpec>,

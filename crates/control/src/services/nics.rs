@@ -71,14 +71,16 @@ pub(super) async fn place_alike(
 }
 
 fn alike(of: NicSpec) -> CreateNic {
-    let backend = match of.backend {
-        NicBackend::User { mut forwards } => {
-            forwards.iter_mut().for_each(|forward| forward.host_port = 0);
-            NicBackend::User { forwards }
-        }
-        other => other,
-    };
-    CreateNic { name: Some(of.name), mac: None, model: of.model, backend, link: of.link }
+    let NicSpec { name, model, backend, link, .. } = without_ports(of);
+    CreateNic { name: Some(name), mac: None, model, backend, link }
+}
+
+/// A card whose forwarded ports of the host are chosen when its VM starts.
+pub(super) fn without_ports(mut of: NicSpec) -> NicSpec {
+    if let NicBackend::User { forwards } = &mut of.backend {
+        forwards.iter_mut().for_each(|forward| forward.host_port = 0);
+    }
+    of
 }
 
 fn random() -> [u8; 3] {

@@ -13,6 +13,7 @@ use super::caller::{Caller, Privilege};
 use super::datastores::{can_mount, check_location, find, reached, shown};
 use super::{Outcome, Services, datastore_keys};
 use crate::hosts::pool_keys;
+use crate::operation::Placed;
 use crate::store::datastores::{self, OnHost};
 use crate::store::events::NewEvent;
 use crate::store::{hosts, tasks};
@@ -233,8 +234,9 @@ pub async fn unshare(
             Some(vm) => crate::store::vms::get(&mut write, vm).await?,
             None => None,
         };
+        let comes = task.operation.places() == Some(Placed::On(on.host));
         // A VM that is not in the inventory yet may be meant for this host.
-        if vm.is_none_or(|vm| vm.host == on.host) {
+        if comes || vm.is_none_or(|vm| vm.host == on.host) {
             return in_use(format!(
                 "task {0} of VM '{1}' needs datastore '{2}': wait for it (vmseal task wait {0}) or cancel it",
                 task.id, task.target, datastore.name

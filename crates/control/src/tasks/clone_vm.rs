@@ -4,17 +4,21 @@
 //! off, or a snapshot   reserve (rows are there) ─► key ─► register ─► keys ─► make the disks ─► finish
 //! runs                 the same ─► take a snapshot ─► make the disks ─► record (commit) ─► drop the snapshot
 //! ```
-//! Until it is recorded it is undone as a whole, the snapshot of the other VM included.
+//! Until it is recorded it is undone as a whole, the snapshot of the other VM included. One for another host goes there when its disks are
+//! made ([`elsewhere`]).
+
+mod elsewhere;
 
 use async_trait::async_trait;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::problem::Problem;
 
+use self::elsewhere::ElsewhereStep;
 use super::create_vm::{self, CreateVmStep};
 use super::run::{Run, StepError, internal};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use super::temporary_snapshot::{self, drop_left, drop_snapshot};
-use crate::operation::{Copies, Operation, Temporary};
+use crate::operation::{Copies, Elsewhere, Operation, Temporary};
 use crate::store::snapshots;
 
 /// The steps of a clone of a VM that runs, besides those of any new VM.
@@ -48,9 +52,70 @@ const CLONE_RUNNING: &[&dyn Step] = &[
     &CloneVmStep::DropSnapshot,
 ];
 
+const CLONE_HANDED_OVER: &[&dyn Step] = &[
+    &CreateVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::PrepareOrigin,
+    &CreateVmStep::CreateDisks,
+    &ElsewhereStep::HandOver,
+    &ElsewhereStep::Arrive,
+    &CreateVmStep::Finish,
+];
+
+const CLONE_RUNNING_HANDED_OVER: &[&dyn Step] = &[
+    &CloneVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::PrepareOrigin,
+    &CloneVmStep::TakeSnapshot,
+    &CreateVmStep::CreateDisks,
+    &ElsewhereStep::HandOver,
+    &ElsewhereStep::Arrive,
+    &CloneVmStep::Record,
+    &CloneVmStep::DropSnapshot,
+];
+
+const CLONE_SENT: &[&dyn Step] = &[
+    &CreateVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::PrepareOrigin,
+    &CreateVmStep::CreateDisks,
+    &ElsewhereStep::Check,
+    &ElsewhereStep::Send,
+    &ElsewhereStep::Switch,
+    &ElsewhereStep::RemoveSent,
+];
+
+const CLONE_RUNNING_SENT: &[&dyn Step] = &[
+    &CloneVmStep::Reserve,
+    &CreateVmStep::MakeKey,
+    &CreateVmStep::Register,
+    &CreateVmStep::DeliverKey,
+    &CreateVmStep::PrepareOrigin,
+    &CloneVmStep::TakeSnapshot,
+    &CreateVmStep::CreateDisks,
+    &ElsewhereStep::Check,
+    &ElsewhereStep::Send,
+    &ElsewhereStep::Switch,
+    &ElsewhereStep::RemoveSent,
+    &CloneVmStep::DropSnapshot,
+];
+
 /// The steps of a clone, in order.
 pub(crate) fn steps(copies: &Copies) -> &'static [&'static dyn Step] {
-    if copies.temporary.is_some() { CLONE_RUNNING } else { CLONE }
+    match (copies.elsewhere, copies.temporary) {
+        (None, None) => CLONE,
+        (None, Some(_)) => CLONE_RUNNING,
+        (Some(Elsewhere { sent: None, .. }), None) => CLONE_HANDED_OVER,
+        (Some(Elsewhere { sent: None, .. }), Some(_)) => CLONE_RUNNING_HANDED_OVER,
+        (Some(Elsewhere { sent: Some(_), .. }), None) => CLONE_SENT,
+        (Some(Elsewhere { sent: Some(_), .. }), Some(_)) => CLONE_RUNNING_SENT,
+    }
 }
 
 #[async_trait]
@@ -138,13 +203,17 @@ async fn take_snapshot(run: &Run<'_>) -> Result<Option<bool>, StepError> {
 }
 
 async fn record(run: &Run<'_>) -> Result<(), StepError> {
+    create_vm::finish_made(run, of_running(run)).await
+}
+
+/// What is told of the snapshot that the task has taken.
+fn of_running(run: &Run<'_>) -> &'static str {
     let quiesced: Option<bool> = run.output(CloneVmStep::TakeSnapshot.name()).flatten();
-    let how = match quiesced {
+    match quiesced {
         Some(true) => ", of a VM that ran, whose file systems were frozen",
         Some(false) => ", of a VM that ran, as after a power cut: its file systems were not frozen",
         None => ", of a VM that ran",
-    };
-    create_vm::finish_made(run, how).await
+    }
 }
 
 /// Drops the snapshot, and those that earlier tasks have left.
@@ -176,6 +245,10 @@ pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
 /// The problem of a failure after the commit step.
 pub(super) fn unfinished(copies: &Copies, target: &str, cause: &Problem) -> Problem {
     let of = copies.vm;
+    if copies.elsewhere.is_some_and(|elsewhere| elsewhere.sent.is_some()) {
+        let detail = elsewhere::unfinished(copies, target, cause);
+        return Problem { reason: cause.reason, ..Problem::new(cause.code, detail) };
+    }
     let detail = format!(
         "VM '{target}' is complete, but the temporary snapshot of VM {of}, which it was copied from, could not be merged: {cause}. Mend that, then delete the snapshot (vmseal snapshot list {of}; vmseal snapshot delete)"
     );

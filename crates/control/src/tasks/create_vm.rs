@@ -266,7 +266,7 @@ pub(super) async fn finish_made(run: &Run<'_>, how: &str) -> Result<(), StepErro
 }
 
 /// Says for the event which disks of a VM with a key are in the clear.
-fn in_the_clear(vm: &Vm, disks: &[Disk]) -> String {
+pub(super) fn in_the_clear(vm: &Vm, disks: &[Disk]) -> String {
     let plain = disks.iter().filter(|disk| vm.key.is_some() && !disk.encrypted);
     let names: Vec<_> = plain.map(|disk| format!("'{}'", disk.name)).collect();
     match names.is_empty() {
@@ -276,7 +276,7 @@ fn in_the_clear(vm: &Vm, disks: &[Disk]) -> String {
 }
 
 /// Records the free space. Nothing depends on it, and nothing is written to the datastore.
-async fn measure_datastores(run: &Run<'_>) {
+pub(super) async fn measure_datastores(run: &Run<'_>) {
     let measured: Result<(), StepError> = async {
         let vm = run.vm().await?;
         let agent = run.agent(&vm)?;

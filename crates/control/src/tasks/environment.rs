@@ -15,7 +15,7 @@ use super::held_steps::HeldSteps;
 use super::limits::Limits;
 use super::run::Context;
 use crate::metrics;
-use crate::operation::Operation;
+use crate::operation::{Elsewhere, Operation};
 use crate::store::events::NewEvent;
 use crate::store::tasks::{self, Task};
 use crate::task_alarms;
@@ -114,6 +114,10 @@ impl Environment {
         | Operation::EvacuateVm { from, to, .. } = task.operation
         {
             // What it may have left is theirs from here on.
+            self.context.hosts.look_again(from);
+            self.context.hosts.look_again(to);
+        }
+        if let Some(Elsewhere { from, to, .. }) = task.operation.elsewhere() {
             self.context.hosts.look_again(from);
             self.context.hosts.look_again(to);
         }

@@ -14,6 +14,7 @@
 
 pub(super) mod away;
 mod cause;
+pub(super) mod new_vm;
 pub(super) mod watched;
 
 use std::collections::BTreeSet;

@@ -20,6 +20,7 @@ mod change_host;
 mod changes;
 mod clones;
 mod clones_elsewhere;
+mod clones_on_hosts;
 mod cloud_init;
 mod defects;
 mod dumps;

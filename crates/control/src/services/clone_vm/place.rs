@@ -7,26 +7,32 @@ use vmseal_api::request::CloneVm;
 use crate::hosts::mounted;
 use crate::osds;
 use crate::services::{Services, create_vm, image_layouts, redundancy};
-use crate::store::datastores;
+use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 use crate::store::{Write, vms};
 
-/// Has all disks of a clone be on the datastore that the request names, if it names one. They have to be what the policy asks of the
-/// disks of a VM that is created there.
+/// The datastore that the request names, if it names one.
+pub(super) async fn named(
+    write: &mut Write<'_>,
+    request: &CloneVm,
+) -> Result<Option<Datastore>, Problem> {
+    let Some(named) = &request.datastore else { return Ok(None) };
+    let found = datastores::find(write, named).await.map_err(of_datastore)?;
+    found.map(Some).ok_or_else(|| of_datastore(Problem::not_found("datastore", named)))
+}
+
+/// Has all disks of a clone be on a datastore. They have to be what the policy asks of the disks of a VM that is created there.
 pub(super) async fn put(
     write: &mut Write<'_>,
     origin: &vms::Vm,
     policy: &Policy,
-    request: &CloneVm,
+    (found, linked): (&Datastore, bool),
     made: &mut [Disk],
 ) -> Result<(), Problem> {
-    let Some(named) = &request.datastore else { return Ok(()) };
-    let found = datastores::find(write, named).await.map_err(of_datastore)?;
-    let found = found.ok_or_else(|| of_datastore(Problem::not_found("datastore", named)))?;
     let Some(to) = found.spec_on(origin.host) else {
         let detail = format!(
-            "datastore '{}' belongs to host '{}', and the clone is made on host '{}', where VM '{}' is: choose a datastore of that host",
+            "datastore '{}' belongs to host '{}', and the clone is made on host '{}', where VM '{}' is: choose a datastore of that host, or say which host it is for (--host)",
             found.name,
             found.host_names(),
             origin.host_name,
@@ -34,7 +40,7 @@ pub(super) async fn put(
         );
         return Err(of_datastore(Problem::new(ErrorCode::WrongState, detail)));
     };
-    let refusal = match request.linked {
+    let refusal = match linked {
         true => shares_elsewhere(origin, made, &to),
         false => has_replica_there(origin, made, &to),
     };
@@ -67,7 +73,7 @@ pub(super) async fn examine(
     Ok(image_layouts::in_directories(policy, made))
 }
 
-fn of_datastore(problem: Problem) -> Problem {
+pub(super) fn of_datastore(problem: Problem) -> Problem {
     Problem { field: Some("datastore".to_owned()), ..problem }
 }
 

@@ -1,19 +1,28 @@
-//! VMs that are cloned: one that is off, one that runs, each also to another datastore, and as a clone that is linked to a snapshot.
+//! VMs that are cloned: one that is off, one that runs, each also to another datastore and for another host, and as a clone that is linked to
+//! a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
+use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::DiskRole;
-use vmseal_api::id::{SnapshotId, TaskId};
+use vmseal_api::id::{DatastoreId, HostId, SnapshotId, TaskId};
 use vmseal_api::model::SnapshotState;
 
 use super::mirror::{one_of, second};
 use super::snapshots::{on_host, rows, taken};
 use super::*;
-use crate::operation::{Copies, Temporary};
+use crate::operation::{Copies, Elsewhere, SentDisks, Temporary};
 use crate::store::vms::Vm;
-use crate::store::{disks, links, snapshots, vms};
+use crate::store::{datastores, disks, hosts, links, snapshots, vms};
+use crate::tasks::pacing::PaceChange;
 use crate::tasks::temporary_snapshot::Purpose;
+
+/// The name of the other host.
+const OTHER_HOST: &str = "there";
+
+/// The name of that host's own datastore.
+const FAR: &str = "far";
 
 /// What is cloned.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,6 +37,14 @@ pub(super) enum Cloned {
     RunningElsewhere,
     /// A snapshot, on which the clone stands.
     Linked,
+    /// A VM that is off, for another host, which has its datastore.
+    OffHandedOver,
+    /// A VM that runs, for another host, which has its datastore.
+    RunningHandedOver,
+    /// A VM that is off, for another host, to which the disks are sent.
+    OffSent,
+    /// A VM that runs, for another host, to which the disks are sent.
+    RunningSent,
 }
 
 async fn origin(fixture: &Fixture) -> Vm {
@@ -55,7 +72,34 @@ fn kept(of: &Vm, known: &[disks::Disk]) -> snapshots::Snapshot {
 
 impl Cloned {
     fn runs(self) -> bool {
-        matches!(self, Self::Running | Self::RunningElsewhere)
+        matches!(
+            self,
+            Self::Running | Self::RunningElsewhere | Self::RunningHandedOver | Self::RunningSent
+        )
+    }
+
+    fn is_sent(self) -> bool {
+        matches!(self, Self::OffSent | Self::RunningSent)
+    }
+
+    fn is_for_other_host(self) -> bool {
+        self.is_sent() || matches!(self, Self::OffHandedOver | Self::RunningHandedOver)
+    }
+
+    /// The other host that it is for, as the task has it.
+    fn elsewhere_on(self, from: HostId, to: HostId, far: DatastoreId) -> Option<Elsewhere> {
+        let sent = self.is_sent().then_some(SentDisks { datastore: far, encrypted: true });
+        self.is_for_other_host().then_some(Elsewhere { from, to, sent })
+    }
+
+    async fn elsewhere(self, fixture: &Fixture) -> Option<Elsewhere> {
+        if !self.is_for_other_host() {
+            return None;
+        }
+        let mut read = fixture.store.read().await.unwrap();
+        let to = hosts::find(&mut read, OTHER_HOST).await.unwrap().unwrap().id;
+        let far = datastores::find(&mut read, FAR).await.unwrap();
+        self.elsewhere_on(fixture.host, to, far.map_or_else(DatastoreId::new, |far| far.id))
     }
 
     fn goes_elsewhere(self) -> bool {
@@ -63,6 +107,14 @@ impl Cloned {
     }
 
     pub(super) async fn before(self, fixture: &Fixture) {
+        if self.is_for_other_host() {
+            let (other, _) = fixture.add_host(OTHER_HOST).await;
+            if self.is_sent() {
+                fixture.add_datastore(other, OTHER_HOST, FAR).await;
+            } else {
+                fixture.share_datastore(other, OTHER_HOST).await;
+            }
+        }
         let origin = match self.runs() {
             true => fixture.running("origin").await,
             false => fixture.made("origin", "encrypted").await,
@@ -82,6 +134,7 @@ impl Cloned {
             true => Some(second(fixture).await),
             false => None,
         };
+        let elsewhere = self.elsewhere(fixture).await;
         let mut write = fixture.store.write().await.unwrap();
         let origin = vms::find(&mut write, "origin").await.unwrap().unwrap();
         let (id, lifecycle) = (VmId::new(), Lifecycle::Creating);
@@ -89,8 +142,11 @@ impl Cloned {
         vms::insert(&mut write, &vm).await.unwrap();
         let known = disks::of_vm(&mut write, origin.id).await.unwrap();
         let base = match self {
-            Self::Off | Self::OffElsewhere => None,
-            Self::Running | Self::RunningElsewhere => {
+            Self::Off | Self::OffElsewhere | Self::OffHandedOver | Self::OffSent => None,
+            Self::Running
+            | Self::RunningElsewhere
+            | Self::RunningHandedOver
+            | Self::RunningSent => {
                 let kept = kept(&origin, &known);
                 snapshots::insert(&mut write, &kept).await.unwrap();
                 Some(kept)
@@ -118,7 +174,8 @@ impl Cloned {
         }
         write.commit().await.unwrap();
         let (snapshot, temporary) = (base.map(|base| base.id), self.temporary());
-        let copies = Some(Copies { vm: origin.id, snapshot, temporary, disks: copies, linked });
+        let (vm, disks) = (origin.id, copies);
+        let copies = Some(Copies { vm, snapshot, temporary, disks, linked, elsewhere });
         let operation = Operation::CreateVm { vm: id, cloud_init: None, copies };
         (id, fixture.begin(operation, "web").await)
     }
@@ -127,12 +184,15 @@ impl Cloned {
         let (disks, linked) = (BTreeMap::new(), BTreeSet::new());
         let snapshot = (self.runs() || self == Self::Linked).then(SnapshotId::new);
         let temporary = self.temporary();
-        let copies = Some(Copies { vm: VmId::new(), snapshot, temporary, disks, linked });
+        let elsewhere = self.elsewhere_on(HostId::new(), HostId::new(), DatastoreId::new());
+        let vm = VmId::new();
+        let copies = Some(Copies { vm, snapshot, temporary, disks, linked, elsewhere });
         steps::of(&Operation::CreateVm { vm: VmId::new(), cloud_init: None, copies })
     }
 
+    /// From the commit step on, if the disks are sent: that is done until the other host answers.
     pub(super) fn is_past_commit(self, step: &str) -> bool {
-        is_past_commit(self.steps(), step)
+        (self.is_sent() && step == "switch") || is_past_commit(self.steps(), step)
     }
 
     /// The VM that is cloned is as before, and no snapshot is left that was not there.
@@ -147,6 +207,10 @@ impl Cloned {
     }
 
     pub(super) async fn assert_done(self, fixture: &Fixture, vm: VmId, what: &str) {
+        if self.is_for_other_host() {
+            self.assert_there(fixture, vm, what).await;
+            return self.assert_origin(fixture, what).await;
+        }
         fixture.assert_whole(vm, Power::Off, what).await;
         let place = if self.goes_elsewhere() { "second" } else { "local" };
         assert_on(fixture, vm, place, what).await;
@@ -156,6 +220,36 @@ impl Cloned {
         }
     }
 
+    /// The other host alone has it, with its key and its disks, and can start it.
+    async fn assert_there(self, fixture: &Fixture, vm: VmId, what: &str) {
+        let (there, row) = (fixture.agent_of(OTHER_HOST), fixture.vm(vm).await.expect(what));
+        assert_eq!(
+            (row.lifecycle, row.host_name.as_str()),
+            (Lifecycle::Ready, OTHER_HOST),
+            "{what}"
+        );
+        let alone = async || {
+            let only = there.keys_held().contains(&vm) && !fixture.agent.registered().contains(&vm);
+            only.then_some(())
+        };
+        fixture.eventually("the other host alone knows it and has its key", alone).await;
+        let (disks, place) = (fixture.disks(vm).await, if self.is_sent() { FAR } else { "local" });
+        assert_eq!(disks.len(), 2, "{what}");
+        for disk in &disks {
+            assert_eq!(disk.datastore_name, place, "{what}: {disk:?}");
+            let image = &there.disks()[&disk.id];
+            assert_eq!(image.datastore, disk.datastore.datastore, "{what}: {disk:?} {image:?}");
+            assert_eq!(Some(&image.facts), disk.facts.as_ref(), "{what}: {disk:?} {image:?}");
+        }
+        if self.is_sent() {
+            let gone = async || has_nothing_of(&fixture.agent, vm).then_some(());
+            fixture.eventually("what was sent is removed where it was made", gone).await;
+        }
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        assert!(there.runs(vm) && !fixture.agent.runs(vm), "{what}: where it runs");
+        fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 1 }, "web").await;
+    }
+
     /// Nothing is left of the clone.
     pub(super) async fn assert_undone(self, fixture: &Fixture, vm: VmId, what: &str) {
         assert!(fixture.vm(vm).await.is_none(), "{what}: its row is left");
@@ -163,6 +257,14 @@ impl Cloned {
         let origin = origin(fixture).await.id;
         assert_eq!(fixture.agent.registered(), [origin], "{what}: the host knows the clone");
         assert_eq!(fixture.agent.disks().len(), 2, "{what}: disks are left");
+        if self.is_for_other_host() {
+            let there = fixture.agent_of(OTHER_HOST);
+            let forgotten = async || there.registered().is_empty().then_some(());
+            fixture.eventually("the other host has forgotten it", forgotten).await;
+            // Of disks on a datastore that both have, each simulated host has a record of its own.
+            let gone = async || (!self.is_sent() || there.disks().is_empty()).then_some(());
+            fixture.eventually("no copy is left", gone).await;
+        }
         self.assert_origin(fixture, what).await;
     }
 
@@ -175,6 +277,8 @@ impl Cloned {
         what: &str,
     ) {
         let says = ["VM 'web' is complete", "then delete the snapshot"];
+        // Of one whose disks were sent, something else may be left as well, or alone.
+        let says = &says[..if self.is_sent() { 1 } else { 2 }];
         assert!(says.iter().all(|said| problem.detail.contains(said)), "{what}: {problem}");
         let alarm = "task-unfinished web".to_owned();
         assert!(fixture.alarms().await.contains(&alarm), "{what}");
@@ -187,6 +291,11 @@ impl Cloned {
         }
         self.assert_done(fixture, vm, what).await;
     }
+}
+
+/// Whether a host has no file of a VM.
+fn has_nothing_of(agent: &SimulatedHost, vm: VmId) -> bool {
+    agent.disks().values().all(|disk| disk.vm != vm)
 }
 
 /// All disks are on this datastore, for the inventory and on the host.
@@ -229,6 +338,87 @@ async fn a_vm_that_is_off_or_runs_is_cloned_or_nothing_of_the_clone_is_left() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_clone_on_another_datastore_is_whole_or_nothing_of_it_is_left_there() {
     one_of(&[Cloned::OffElsewhere, Cloned::RunningElsewhere], Kind::Clone).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_clone_for_a_host_with_the_datastore_is_whole_there_or_nothing_of_it_is_left() {
+    one_of(&[Cloned::OffHandedOver, Cloned::RunningHandedOver], Kind::Clone).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_clone_that_is_sent_to_a_host_is_whole_there_or_nothing_of_it_is_left() {
+    one_of(&[Cloned::OffSent, Cloned::RunningSent], Kind::Clone).await;
+}
+
+/// Either agent ends, or does not answer, while it is asked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn agents_that_end_leave_a_clone_at_the_other_host_or_nothing_of_it() {
+    let of = Cloned::OffSent;
+    for (is_source, call, nth) in [
+        // The first job of the source makes the disks.
+        (true, Call::PutJob, 2),
+        (false, Call::PutJob, 1),
+        (false, Call::CommitJob, 1),
+        (false, Call::RegisterVm, 1),
+        (true, Call::CommitJob, 1),
+        (true, Call::DeleteDisk, 1),
+        (true, Call::UnregisterVm, 1),
+    ] {
+        for fault in
+            [HostFault::LoseRequest, HostFault::LoseAnswer, HostFault::Crash, HostFault::CrashAfter]
+        {
+            let what = format!("source {is_source} {call:?} {fault:?}");
+            let fixture = Fixture::new().await;
+            of.before(&fixture).await;
+            let there = fixture.agent_of(OTHER_HOST);
+            let agent = if is_source { fixture.agent.clone() } else { there };
+            // What it had received was not kept yet, and is lost with it.
+            let is_lost = (is_source, call, fault) == (false, Call::CommitJob, HostFault::Crash);
+            agent.inject(call, nth, fault);
+            let (vm, task) = of.begin(&fixture).await;
+            let ended = fixture.ended(task).await;
+            match ended.state {
+                TaskState::Done if !is_lost => of.assert_done(&fixture, vm, &what).await,
+                TaskState::Failed if is_lost => of.assert_undone(&fixture, vm, &what).await,
+                other => panic!("{what}: {other:?} {:?}", ended.problem),
+            }
+        }
+    }
+}
+
+/// The rate of its task is that of what is sent, a pause ends that for a while, and a cancelled one leaves nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_sent_of_a_clone_is_given_a_rate_paused_and_cancelled() {
+    const RATE: u64 = 5 << 20;
+    let (fixture, of) = (Fixture::new().await, Cloned::OffSent);
+    of.before(&fixture).await;
+    let there = fixture.agent_of(OTHER_HOST);
+    there.set_work(LONG);
+    let (vm, task) = of.begin(&fixture).await;
+    let receives = |does: bool| {
+        let there = there.clone();
+        async move || (there.registered().contains(&vm) == does).then_some(())
+    };
+    fixture.eventually("it is received", receives(true)).await;
+    let id = task.to_string();
+    let change =
+        async |change| fixture.engine.change_pace(&id, change, "me").await.map(drop).unwrap();
+    let rate = || fixture.agent.departure(vm, task)?.bytes_per_second;
+    fixture.eventually("it is sent", async || fixture.agent.departure(vm, task)).await;
+    assert_eq!(rate(), None);
+    change(PaceChange::Rate(Some(RATE))).await;
+    fixture.eventually("it has its rate", async || rate().filter(|rate| *rate == RATE)).await;
+
+    change(PaceChange::Pause).await;
+    fixture.eventually("nothing is sent", receives(false)).await;
+    let waits = async || (fixture.task(task).await.state == TaskState::Waiting).then_some(());
+    fixture.eventually("the task waits", waits).await;
+    change(PaceChange::Resume).await;
+    fixture.eventually("it is received again", receives(true)).await;
+
+    fixture.engine.cancel(&id, "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    of.assert_undone(&fixture, vm, "cancelled").await;
 }
 
 /// Fails the commit step permanently, and injects a fault into the undoing of every step before it.

@@ -78,6 +78,7 @@ fn to(datastore: &str, name: &str) -> CloneVm {
     CloneVm {
         name: name.to_owned(),
         snapshot: None,
+        host: None,
         datastore: Some(datastore.to_owned()),
         linked: false,
         cloud_init: None,

@@ -109,8 +109,8 @@ async fn ask_for_clone(
     dry_run: bool,
 ) -> Result<Outcome<Shown>, Problem> {
     let (name, quiesce) = (name.to_owned(), true);
-    let (snapshot, datastore, rate) = (None, None, None);
-    let request = CloneVm { name, snapshot, datastore, linked, cloud_init, quiesce, rate };
+    let (snapshot, host, datastore, rate) = (None, None, None, None);
+    let request = CloneVm { name, snapshot, host, datastore, linked, cloud_init, quiesce, rate };
     let services = fixture.services(Recipient::generate().unwrap());
     clone_vm::clone(&services, &Caller::administrator("me"), "web", request, dry_run).await
 }

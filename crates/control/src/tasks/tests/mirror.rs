@@ -678,6 +678,7 @@ async fn a_tpm_keeps_its_disk_and_its_key() {
         let copy = CloneVm {
             name: "copy".to_owned(),
             snapshot: None,
+            host: None,
             datastore: None,
             linked: false,
             cloud_init: None,

@@ -283,6 +283,7 @@ async fn a_vm_with_both_kinds_of_disks_is_used_as_others_are() {
     let request = CloneVm {
         name: "clone".to_owned(),
         snapshot: None,
+        host: None,
         datastore: None,
         linked: false,
         cloud_init: None,
