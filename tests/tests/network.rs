@@ -10,6 +10,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::network::{asked, bridge, connect, echoes, own_namespace, page, taps};
 use vmseal_tests::process::{Process, kill_hard};
+use vmseal_tests::rest;
 use vmseal_tests::shell_guest;
 
 /// The guest takes its address from its card's (`scripts/build-network-guest`).
@@ -58,6 +59,64 @@ fn create(here: &Installation, vm: &str, nics: &[&str]) {
     arguments.extend(["--memory", "192MiB", "--vcpus", "2"]);
     arguments.extend(nics.iter().flat_map(|nic| ["--nic", nic]));
     here.vmseal(&arguments).unwrap();
+}
+
+/// How many bytes a guest has received and sent by its cards on the bridge, as the server says.
+fn counted(here: &Installation, vm: &str) -> (u64, u64) {
+    let path = format!("/api/v1/usage?vm={vm}");
+    eventually("what goes over the network is counted", || {
+        let usage = rest::call(here, &rest::Caller::Admin, &path, &[]).ok()?.json().ok()?;
+        let network = &usage["vms"][0]["network"];
+        let number = |which: &str| network[which].as_u64();
+        number("received_packets").filter(|packets| *packets > 0)?;
+        Some((number("received_bytes")?, number("sent_bytes")?))
+    })
+    .unwrap()
+}
+
+/// What a guest receives and sends is counted, each for itself, and shown; that of a card `user` is not.
+fn traffic_is_counted(here: &Installation, vm: &str, address: &str) {
+    const LENGTH: u64 = 100_000;
+    let value = "x".repeat(usize::try_from(LENGTH).unwrap());
+    let before = counted(here, vm);
+    redis("redis-cli", &["-h", address, "set", "long", &value]);
+    let between = counted(here, vm);
+    // The other direction has acknowledgements.
+    let grown = |before: (u64, u64), now: (u64, u64)| (now.0 - before.0, now.1 - before.1);
+    let (received, sent) = grown(before, between);
+    assert!(received > LENGTH && (1..LENGTH).contains(&sent), "{received} {sent}");
+    assert_eq!(redis("redis-cli", &["-h", address, "get", "long"]), value);
+    let after = counted(here, vm);
+    let (received, sent) = grown(between, after);
+    assert!(sent > LENGTH && (1..LENGTH).contains(&received), "{received} {sent}");
+
+    let shown = here.vmseal(&["vm", "show", vm]).unwrap();
+    for line in ["RECEIVED SINCE START", "SENT SINCE START"] {
+        let line =
+            shown.lines().find(|it| it.starts_with(line)).unwrap_or_else(|| panic!("{shown}"));
+        assert!(line.contains("packets") && !line.contains(" 0 packets"), "{line}");
+    }
+    let look = here.json(&["vm", "top", vm, "-n", "1", "--delay", "0.2s"]).unwrap();
+    assert!(look["vms"][0]["received_bytes_per_second"].is_number(), "{look}");
+    let table = here.vmseal(&["vm", "top", "-n", "1", "--delay", "0.2s"]).unwrap();
+    assert!(table.lines().any(|line| line.contains("RX/S") && line.contains("TX/S")), "{table}");
+
+    let scraped = rest::scrape(here, "/metrics/hosts/here").unwrap();
+    let samples = |of: &str| {
+        let lines = scraped.lines().filter(|line| line.starts_with("vmseal_nic_bytes_total{"));
+        let values = lines.filter(|line| line.contains(of));
+        values.map(|line| line.rsplit_once(' ').unwrap().1.parse().unwrap()).collect::<Vec<u64>>()
+    };
+    assert_eq!(
+        samples("direction=\"received\"").len(),
+        2,
+        "one for each card on the bridge: {scraped}"
+    );
+    let known = here.vm(vm).unwrap();
+    let nic = known["nics"][0]["id"].as_str().unwrap();
+    let received = samples(&format!("nic=\"{nic}\",direction=\"received\""));
+    let sent = samples(&format!("nic=\"{nic}\",direction=\"sent\""));
+    assert!(received[0] >= after.0 && sent[0] >= after.1, "{received:?} {sent:?}: {after:?}");
 }
 
 /// What gives addresses on the bridge, and says where the guest starts from.
@@ -122,6 +181,7 @@ fn guests_are_on_the_network() {
         &["-h", FIRST, "-q", "-t", "set,get", "-n", "1000", "-c", "20", "-r", "500"],
     );
     assert!(redis("redis-cli", &["-h", FIRST, "dbsize"]).parse::<u32>().unwrap() > 100);
+    traffic_is_counted(&here, "first", FIRST);
     // And at the forwarded port, where QEMU by itself would have one connection wait.
     let redis_port = shown["nics"][1]["forwards"][1]["host_port"].as_u64().unwrap();
     assert!(queue_of(port) > 20 && queue_of(redis_port) > 20);
@@ -156,11 +216,14 @@ fn guests_are_on_the_network() {
     );
 
     // Cards are QEMU's: they go on without the agent, and the next one knows them.
+    let before = counted(&here, "second");
     here.kill_agent();
     echoes(&mut held, b"without an agent").unwrap();
     here.start_agent().unwrap();
     here.wait_power("second", "running").unwrap();
     echoes(&mut held, b"with another agent").unwrap();
+    let after = counted(&here, "second");
+    assert!(after.0 >= before.0 && after.1 >= before.1, "{before:?} {after:?}");
     assert!(page(&forwarded).unwrap().contains("10.0.2.15"));
     assert_eq!(here.vm("second").unwrap()["nics"][1]["forwards"][0]["host_port"], port);
     // And they go with QEMU.

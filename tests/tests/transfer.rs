@@ -437,7 +437,10 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     // A host of these tests has no bridge.
     assert!(here.refused(&planned).unwrap().contains("no bridge 'br0'"));
     let bridge = "<interface type='bridge'><source bridge='br0'/>";
-    std::fs::write(&xml, domain.replace(bridge, "<interface type='user'>")).unwrap();
+    // At an address of the loopback that nothing else is at.
+    let passt = "<interface type='user'><backend type='passt'/><portForward proto='tcp' address='127.77.0.1'>
+                 <range start='20080' to='80'/><range start='80'/></portForward>";
+    std::fs::write(&xml, domain.replace(bridge, passt)).unwrap();
     let plan = here.vmseal(&planned).unwrap();
     assert!(plan.contains("uefi-variables (") && plan.contains("tpm ("), "{plan}");
     let output = here.try_vmseal(&planned).unwrap();
@@ -452,10 +455,14 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && !said.contains("'default'"), "{said}");
     assert!(said.contains("not imported: what the TPM keeps"), "{said}");
+    assert!(said.contains("ports below 1024") && said.contains("<metadata>"), "{said}");
     let shown = here.vm("web").unwrap();
     let cards = shown["nics"].as_array().unwrap();
     assert_eq!(cards.len(), 2, "{shown}");
     assert_eq!(cards[0]["backend"]["forwards"][0]["guest_port"], 22, "{shown}");
+    let forwards = cards[1]["backend"]["forwards"].as_array().unwrap();
+    assert_eq!((forwards.len(), &forwards[0]["host_port"]), (1, &20080.into()), "{shown}");
+    assert_eq!(shown["description"], "Web server: Serves the shop & its <customers>");
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
     assert_eq!((names[0], names[1], &shown["vcpus"]), (&"vdb".into(), &"vda".into(), &2.into()));
@@ -469,7 +476,17 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let printed = here.vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
     // As it came: a TPM, a file in the drive, and a start from the network after the disks.
     let in_drive = format!("<source file='{}'/>", text(&iso).unwrap());
-    for taken in ["<tpm model='tpm-crb'>", &in_drive, "<boot order='3'/>"] {
+    let chosen = here.vm("web").unwrap()["nics"][0]["forwards"][0]["host_port"].as_u64().unwrap();
+    let chosen = format!("<range start='{chosen}' to='22'/>");
+    for taken in [
+        "<tpm model='tpm-crb'>",
+        &in_drive,
+        "<boot order='3'/>",
+        "<description>Web server: Serves the shop &amp; its &lt;customers&gt;</description>",
+        &chosen,
+        "<portForward proto='tcp' address='127.77.0.1'>",
+        "<range start='20080' to='80'/>",
+    ] {
         assert!(printed.contains(taken), "{taken}: {printed}");
     }
     let sockets =

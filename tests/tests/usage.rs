@@ -22,6 +22,8 @@ fn a_guest_that_runs_uses_processor_memory_and_disk_and_one_that_does_not_is_lef
     assert_eq!((&vms[0]["name"], &vms[0]["host"]), (&"web".into(), &"here".into()));
     assert!(vms[0]["memory_resident"].as_u64().unwrap() > 1 << 20, "{shown}");
     assert_eq!(vms[0]["errors"], 0);
+    // It has no network card: nothing is known, which is not zero.
+    assert!(vms[0].get("received_bytes_per_second").is_none(), "{shown}");
     // The guest has read its boot sector and written its number.
     let used: Value = serde_json::from_str(
         &here.vmseal(&["vm", "top", "web", "-n1", "-d0.2s", "-ojson"]).unwrap(),
@@ -30,6 +32,7 @@ fn a_guest_that_runs_uses_processor_memory_and_disk_and_one_that_does_not_is_lef
     assert_eq!(used["vms"][0]["name"], "web");
     let text = here.vmseal(&["vm", "show", "web"]).unwrap();
     assert!(text.contains("CPU SINCE START") && text.contains("MEMORY IN USE"), "{text}");
+    assert!(!text.contains("RECEIVED SINCE START"), "{text}");
     let written = text.lines().find(|line| line.starts_with("WRITTEN SINCE START")).unwrap();
     assert!(!written.contains("in 0 requests"), "{written}");
     assert!(!here.vmseal(&["vm", "show", "cold"]).unwrap().contains("SINCE START"));

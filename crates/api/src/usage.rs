@@ -48,6 +48,38 @@ pub struct UsageCounters {
     pub flushes: u64,
     /// Requests that were answered with an error.
     pub errors: u64,
+    /// What went over its network cards on bridges and taps, together; none where it has no such card, or its host is of an earlier
+    /// version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkCounters>,
+}
+
+/// What a guest has received and sent since the interfaces of its network cards were made on the host: for a card on a bridge that is
+/// the guest's start, or when the card was added.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NetworkCounters {
+    /// Bytes that the guest has received.
+    pub received_bytes: u64,
+    /// Packets that it has received.
+    pub received_packets: u64,
+    /// Bytes that it has sent.
+    pub sent_bytes: u64,
+    /// Packets that it has sent.
+    pub sent_packets: u64,
+}
+
+impl NetworkCounters {
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            received_bytes: self.received_bytes.saturating_add(other.received_bytes),
+            received_packets: self.received_packets.saturating_add(other.received_packets),
+            sent_bytes: self.sent_bytes.saturating_add(other.sent_bytes),
+            sent_packets: self.sent_packets.saturating_add(other.sent_packets),
+        }
+    }
 }
 
 /// What the VMs that run use.
@@ -115,4 +147,24 @@ pub struct DatastoreRoom {
     /// Its room when last measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<crate::datastore::DatastoreUsage>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn agents_of_earlier_versions_say_nothing_of_the_network_and_others_all_of_it() {
+        let mut used = UsageOnHost { vm: VmId::new(), counters: UsageCounters::default() };
+        let earlier = serde_json::to_value(&used).unwrap();
+        assert!(earlier.get("network").is_none(), "{earlier}");
+        assert_eq!(serde_json::from_value::<UsageOnHost>(earlier).unwrap(), used);
+        let one =
+            NetworkCounters { received_bytes: 1, sent_packets: u64::MAX, ..Default::default() };
+        used.counters.network = Some(one.plus(one));
+        let told = serde_json::to_value(&used).unwrap();
+        assert_eq!(told["network"]["received_bytes"], 2);
+        assert_eq!(told["network"]["sent_packets"], u64::MAX);
+        assert_eq!(serde_json::from_value::<UsageOnHost>(told).unwrap(), used);
+    }
 }

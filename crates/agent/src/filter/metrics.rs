@@ -15,12 +15,14 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use vmseal_api::filter::{DiskFigures, FilterFigures, Histogram, latency_bound_seconds};
 use vmseal_api::host::{HostState, KeyState, Power, StopReason};
-use vmseal_api::id::VmId;
+use vmseal_api::id::{NicId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::usage::NetworkCounters;
 
 use crate::filter::Control;
 use crate::migration::figures::{self, Figures};
 use crate::migration::transport::Refused;
+use crate::process::interfaces::Interfaces;
 use crate::process::run_dir::RunDir;
 
 /// How long a filter may take to report its figures; it does no disk I/O for that.
@@ -108,12 +110,22 @@ pub async fn exposition(
         }
     }
     filters.sort_by_key(|(vm, _)| *vm);
+    let nics = counted(&state, &Interfaces::now());
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Snapshot { state, filters, silent, refused }));
+    registry.register_collector(Box::new(Snapshot { state, filters, nics, silent, refused }));
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &registry)
         .map_err(|error| Problem::new(ErrorCode::Internal, error.to_string()))?;
     Ok(text)
+}
+
+/// A network card on a bridge or a tap, and what its guest has received and sent by it.
+type CountedNic = (VmId, NicId, NetworkCounters);
+
+/// The network cards of VMs that run which have interfaces on the host.
+fn counted(state: &HostState, interfaces: &Interfaces) -> Vec<CountedNic> {
+    let nics = state.vms.iter().flat_map(|vm| vm.nics.iter().map(|nic| (vm.vm, nic)));
+    nics.filter_map(|(vm, nic)| Some((vm, nic.nic, interfaces.of(nic)?))).collect()
 }
 
 /// The figures of one scrape.
@@ -121,6 +133,7 @@ pub async fn exposition(
 struct Snapshot {
     state: HostState,
     filters: Vec<(VmId, FilterFigures)>,
+    nics: Vec<CountedNic>,
     silent: u64,
     refused: Refused,
 }
@@ -271,6 +284,27 @@ impl Snapshot {
             ("vmseal_agent_migration_connections_refused", what),
             reasons.map(|(reason, count)| ([("reason", reason.to_owned())], count)),
         )
+    }
+
+    /// What guests have received and sent by their network cards.
+    fn network(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
+        let by_direction = |of: fn(&NetworkCounters) -> [u64; 2]| {
+            let both = self.nics.iter().flat_map(move |(vm, nic, counters)| {
+                let [received, sent] = of(counters);
+                [("received", received), ("sent", sent)].map(|(word, value)| {
+                    let (vm, nic) = (vm.to_string(), nic.to_string());
+                    ([("vm", vm), ("nic", nic), ("direction", word.to_owned())], value)
+                })
+            });
+            both.collect::<Vec<_>>()
+        };
+        let what = "Bytes that guests have received and sent by network cards on bridges and taps.";
+        let bytes = by_direction(|it| [it.received_bytes, it.sent_bytes]);
+        counters(to, ("vmseal_nic_bytes", what), bytes)?;
+        let what =
+            "Packets that guests have received and sent by network cards on bridges and taps.";
+        let packets = by_direction(|it| [it.received_packets, it.sent_packets]);
+        counters(to, ("vmseal_nic_packets", what), packets)
     }
 
     /// The memory limits of filters.
@@ -466,6 +500,7 @@ impl Collector for Snapshot {
         self.processes(&mut to)?;
         self.migrations(&mut to)?;
         self.memory(&mut to)?;
+        self.network(&mut to)?;
         self.requests(&mut to)?;
         self.held(&mut to)?;
         self.cached(&mut to)?;
@@ -517,11 +552,22 @@ mod tests {
         let refused = Refused { proof: 14, ..Refused::default() };
         let filters =
             vec![(vm, FilterFigures { disks: vec![figures], memory_limit_bytes: Some(13) })];
+        let (nic, bytes) = (NicId::new(), 1 << 40);
+        let counters =
+            NetworkCounters { received_bytes: bytes, sent_packets: 15, ..Default::default() };
+        let nics = vec![(vm, nic, counters)];
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(Snapshot { state, filters, silent: 1, refused }));
+        registry.register_collector(Box::new(Snapshot {
+            state,
+            filters,
+            nics,
+            silent: 1,
+            refused,
+        }));
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         let of = format!("vm=\"{vm}\",disk=\"{disk}\"");
+        let of_nic = format!("vm=\"{vm}\",nic=\"{nic}\"");
         for line in [
             "# TYPE vmseal_disk_requests counter".to_owned(),
             format!("vmseal_disk_requests_total{{{of},operation=\"read\"}} 3"),
@@ -537,6 +583,10 @@ mod tests {
             format!("vmseal_disk_replica_lag_seconds{{{of}}} 1.5"),
             format!("vmseal_disk_replica_copied_bytes_total{{{of}}} 11"),
             format!("vmseal_disk_held_seconds_total{{{of}}} 0.5"),
+            "# TYPE vmseal_nic_bytes counter".to_owned(),
+            format!("vmseal_nic_bytes_total{{{of_nic},direction=\"received\"}} {bytes}"),
+            format!("vmseal_nic_bytes_total{{{of_nic},direction=\"sent\"}} 0"),
+            format!("vmseal_nic_packets_total{{{of_nic},direction=\"sent\"}} 15"),
             "# TYPE vmseal_disk_latency_seconds histogram".to_owned(),
             format!("vmseal_disk_latency_seconds_count{{{of},operation=\"read\"}} 3"),
             format!("vmseal_disk_latency_seconds_sum{{{of},operation=\"read\"}} 9.0"),

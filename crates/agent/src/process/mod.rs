@@ -6,6 +6,7 @@
 //! alone may have been reused.
 
 pub(crate) mod died;
+pub(crate) mod interfaces;
 pub mod live;
 pub(crate) mod machine;
 pub mod panics;

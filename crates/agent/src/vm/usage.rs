@@ -1,4 +1,4 @@
-//! What the VMs that run use: their processes as the kernel counts them, and their disks as their filters do.
+//! What the VMs that run use: their processes and network cards as the kernel counts them, and their disks as their filters do.
 
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use vmseal_api::usage::{HostUsage, UsageCounters, UsageOnHost};
 
 use crate::filter::{self, Control};
 use crate::hypervisor::qemu;
+use crate::process::interfaces::Interfaces;
 use crate::process::run_dir::RunDir;
 use crate::process::usage;
 
@@ -18,8 +19,10 @@ const FIGURES_TIMEOUT: Duration = Duration::from_secs(2);
 /// The usage of all VMs that run. The disks of a filter that does not answer count as idle.
 pub async fn of_host(run_dir: &RunDir, state: HostState) -> HostUsage {
     let mut asked = JoinSet::new();
+    let interfaces = Interfaces::now();
     let runs = |power| matches!(power, Power::Running | Power::Stopping | Power::Paused);
     for vm in state.vms.iter().filter(|vm| runs(vm.power)) {
+        let network = interfaces.of_all(&vm.nics);
         let (vm, directory) = (vm.vm, run_dir.vm(vm.vm));
         asked.spawn(async move {
             let figures = timeout(FIGURES_TIMEOUT, Control::of(&directory).figures()).await;
@@ -29,6 +32,7 @@ pub async fn of_host(run_dir: &RunDir, state: HostState) -> HostUsage {
                 cpu_nanoseconds: guest.cpu_nanoseconds,
                 filter_cpu_nanoseconds: filter.cpu_nanoseconds,
                 memory_resident: guest.resident,
+                network,
                 ..UsageCounters::default()
             };
             for disk in figures.into_iter().flatten().flat_map(|figures| figures.disks) {

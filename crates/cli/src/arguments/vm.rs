@@ -21,7 +21,7 @@ pub enum Vm {
     List(ListVms),
     /// Show one VM
     Show(ShowVm),
-    /// Show what the VMs that run use: processor, memory, reads and writes; Ctrl-C ends it
+    /// Show what the VMs that run use: processor, memory, disks and network; Ctrl-C ends it
     Top(Top),
     /// Create a VM, with disks that are empty or filled from images; it is not started
     Create {
@@ -753,6 +753,7 @@ pub enum TopOrder {
     Cpu,
     Memory,
     Io,
+    Network,
     Name,
 }
 

@@ -165,7 +165,7 @@ fn from_domain(
         host: None,
         nics,
         hardware: domain.hardware,
-        description: String::new(),
+        description: domain.description,
         labels: Default::default(),
         autostart: false,
         cloud_init: None,

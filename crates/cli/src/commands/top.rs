@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::Serialize;
 use vmseal_api::client::ServerClient;
-use vmseal_api::usage::{Usage, UsageCounters, VmUsage};
+use vmseal_api::usage::{NetworkCounters, Usage, UsageCounters, VmUsage};
 
 use super::reconnect::across;
 use crate::arguments::{Output, Top, TopOrder};
@@ -74,10 +74,14 @@ fn rates_between(before: &Usage, now: &Usage) -> Vec<VmRates> {
         let before = before.vms.iter().find(|it| it.vm == now.vm)?;
         let elapsed = Duration::try_from(now.at.duration_since(before.at)).ok()?.as_secs_f64();
         let (old, new) = (&before.counters, &now.counters);
-        // A counter begins again with another process.
-        let per_second = |of: fn(&UsageCounters) -> u64| {
-            if elapsed > 0.0 { of(new).saturating_sub(of(old)) as f64 / elapsed } else { 0.0 }
+        // A counter begins again with another process, or another interface.
+        let grown = |old: u64, new: u64| {
+            if elapsed > 0.0 { new.saturating_sub(old) as f64 / elapsed } else { 0.0 }
         };
+        let per_second = |of: fn(&UsageCounters) -> u64| grown(of(old), of(new));
+        let network = old.network.zip(new.network);
+        let over_network =
+            |of: fn(&NetworkCounters) -> u64| network.map(|(old, new)| grown(of(&old), of(&new)));
         Some(VmRates {
             vm: now.vm.to_string(),
             name: now.name.clone(),
@@ -93,6 +97,10 @@ fn rates_between(before: &Usage, now: &Usage) -> Vec<VmRates> {
             written_bytes_per_second: per_second(|it| it.written_bytes),
             flushes_per_second: per_second(|it| it.flushes),
             errors: new.errors,
+            received_bytes_per_second: over_network(|it| it.received_bytes),
+            received_packets_per_second: over_network(|it| it.received_packets),
+            sent_bytes_per_second: over_network(|it| it.sent_bytes),
+            sent_packets_per_second: over_network(|it| it.sent_packets),
         })
     };
     now.vms.iter().filter_map(rate).collect()
@@ -100,6 +108,12 @@ fn rates_between(before: &Usage, now: &Usage) -> Vec<VmRates> {
 
 fn sort(rows: &mut [VmRates], order: TopOrder) {
     let io = |row: &VmRates| row.read_bytes_per_second + row.written_bytes_per_second;
+    let network = |row: &VmRates| {
+        [row.received_bytes_per_second, row.sent_bytes_per_second]
+            .into_iter()
+            .flatten()
+            .sum::<f64>()
+    };
     match order {
         TopOrder::Cpu => rows.sort_by(|one, other| {
             let cpu = |row: &VmRates| row.cpu_percent + row.filter_percent;
@@ -107,6 +121,9 @@ fn sort(rows: &mut [VmRates], order: TopOrder) {
         }),
         TopOrder::Memory => rows.sort_by_key(|row| std::cmp::Reverse(row.memory_resident)),
         TopOrder::Io => rows.sort_by(|one, other| io(other).total_cmp(&io(one))),
+        TopOrder::Network => {
+            rows.sort_by(|one, other| network(other).total_cmp(&network(one)));
+        }
         TopOrder::Name => rows.sort_by(|one, other| one.name.cmp(&other.name)),
     }
 }
@@ -157,5 +174,51 @@ mod tests {
         assert_eq!(rates_between(&now, &again)[0].reads_per_second, 0.0);
         assert!(rates_between(&usage(VmId::new(), "2026-01-01T00:00:00Z", first), &now).is_empty());
         assert_eq!(rates_between(&now, &now)[0].cpu_percent, 0.0);
+    }
+
+    #[test]
+    fn rates_of_the_network_are_there_where_both_looks_have_them() {
+        let vm = VmId::new();
+        let at = |second: u32, network: Option<NetworkCounters>| {
+            let counters = UsageCounters { network, ..Default::default() };
+            usage(vm, &format!("2026-01-01T00:00:0{second}Z"), counters)
+        };
+        let counted = |bytes: u64, packets: u64| {
+            Some(NetworkCounters {
+                received_bytes: bytes,
+                sent_packets: packets,
+                ..Default::default()
+            })
+        };
+        let rates = |before: &Usage, now: &Usage| {
+            let rate = rates_between(before, now).remove(0);
+            (rate.received_bytes_per_second, rate.sent_packets_per_second)
+        };
+        let (first, second) = (at(0, counted(1000, 10)), at(2, counted(5000, 16)));
+        assert_eq!(rates(&first, &second), (Some(2000.0), Some(3.0)));
+        // The guest has another tap: its counters began again.
+        assert_eq!(rates(&second, &at(4, counted(7, 1))), (Some(0.0), Some(0.0)));
+        assert_eq!(rates(&second, &at(4, None)), (None, None));
+        assert_eq!(rates(&at(0, None), &second), (None, None));
+    }
+
+    #[test]
+    fn vms_are_in_the_order_of_what_goes_over_their_network() {
+        let row = |name: &str, received: u64| {
+            let of = |bytes| {
+                let network = NetworkCounters { received_bytes: bytes, ..Default::default() };
+                UsageCounters { network: Some(network), ..Default::default() }
+            };
+            let vm = VmId::new();
+            let before = usage(vm, "2026-01-01T00:00:00Z", of(0));
+            let now = usage(vm, "2026-01-01T00:00:01Z", of(received));
+            VmRates { name: name.to_owned(), ..rates_between(&before, &now).remove(0) }
+        };
+        let quiet = usage(VmId::new(), "2026-01-01T00:00:00Z", UsageCounters::default());
+        let mut rows = rates_between(&quiet, &quiet);
+        rows.extend([row("some", 5), row("most", 50)]);
+        sort(&mut rows, TopOrder::Network);
+        let names: Vec<_> = rows.iter().map(|row| row.name.as_str()).collect();
+        assert_eq!(names, ["most", "some", "web"]);
     }
 }

@@ -5,6 +5,7 @@ use roxmltree::Node;
 use vmseal_api::nic::{MacAddress, NicBackend, NicLink, NicModel};
 use vmseal_api::request::CreateNic;
 
+use super::forwards;
 use super::networks::{self, Networks};
 
 /// Elements of an interface that are read, or say nothing that a VM does not have of its own.
@@ -60,6 +61,17 @@ fn nic(
         return None;
     };
     let mut left = |what: String| warnings.push(format!("of the network card{called}: {what}"));
+    let (of_user, by_passt) = (is_user(kind, &of), of("backend", "type") == Some("passt"));
+    let backend = match of_user {
+        true => NicBackend::User { forwards: forwards::read(interface, &mut left) },
+        false => backend,
+    };
+    if of_user && by_passt {
+        left("its backend, passt: the guest does not have the host's addresses, but one of a network that QEMU makes up (10.0.2.0/24)".to_owned());
+    }
+    if let Some(device) = of("source", "dev").filter(|_| of_user) {
+        left(format!("the host's interface '{device}', by which the guest reached out"));
+    }
     let model = match of("model", "type") {
         Some("virtio") => NicModel::Virtio,
         Some("e1000e") => NicModel::E1000e,
@@ -75,7 +87,9 @@ fn nic(
     }
     for element in interface.children().filter(Node::is_element) {
         let name = element.tag_name().name();
-        if !KNOWN.contains(&name) {
+        let read = KNOWN.contains(&name)
+            || of_user && (name == "portForward" || name == "backend" && by_passt);
+        if !read {
             let known = LEFT.iter().find(|(left, _)| *left == name);
             left(known.map_or_else(|| format!("<{name}>"), |(_, what)| (*what).to_owned()));
         }
@@ -87,6 +101,12 @@ fn nic(
     Some(CreateNic { name: None, mac: address, model, backend, link })
 }
 
+/// Whether its guest reaches out through a program of the host's, and is reached at forwarded ports alone. With passt, that program and
+/// QEMU may share the guest's memory (`vhostuser`).
+fn is_user<'a>(kind: &str, of: &impl Fn(&str, &str) -> Option<&'a str>) -> bool {
+    kind == "user" || kind == "vhostuser" && of("backend", "type") == Some("passt")
+}
+
 /// What it is connected to; none where there is nothing like it.
 fn backend<'a>(kind: &str, of: &impl Fn(&str, &str) -> Option<&'a str>) -> Option<NicBackend> {
     if of("virtualport", "type").is_some() {
@@ -94,7 +114,7 @@ fn backend<'a>(kind: &str, of: &impl Fn(&str, &str) -> Option<&'a str>) -> Optio
         return None;
     }
     match kind {
-        "user" => Some(NicBackend::User { forwards: Vec::new() }),
+        _ if is_user(kind, of) => Some(NicBackend::User { forwards: Vec::new() }),
         // A domain that runs says which bridge its network is.
         "bridge" | "network" => {
             Some(NicBackend::Bridge { bridge: of("source", "bridge")?.to_owned() })
@@ -139,6 +159,25 @@ mod tests {
         assert_eq!(nics[0].mac.unwrap().to_string(), "52:54:00:12:34:56");
         assert_eq!((nics[0].link, nics[1].link), (NicLink::Down, NicLink::Up));
         assert_eq!((nics[0].model, nics[1].model), (NicModel::Virtio, NicModel::E1000e));
+    }
+
+    #[test]
+    fn forwarded_ports_of_passt_lead_into_the_guest_again() {
+        for kind in ["user", "vhostuser"] {
+            let (nics, said) = read(&format!(
+                "<interface type='{kind}'><mac address='52:54:00:12:34:56'/><backend type='passt'/>
+                 <portForward proto='tcp' address='127.0.0.1'><range start='2222' to='22'/></portForward>
+                 <portForward proto='udp'><range start='5000' end='5001'/></portForward>
+                 <model type='virtio'/></interface>",
+            ));
+            let forwards: Vec<_> =
+                nics[0].backend.forwards().iter().map(ToString::to_string).collect();
+            let expected =
+                ["tcp:127.0.0.1:2222:22", "udp:0.0.0.0:5000:5000", "udp:0.0.0.0:5001:5001"];
+            assert_eq!(forwards, expected, "{kind}");
+            // The guest has another address than it had.
+            assert!(said.contains("its backend, passt") && said.lines().count() == 1, "{said}");
+        }
     }
 
     #[test]
@@ -188,6 +227,32 @@ mod tests {
                 "any address",
             ),
             ("<interface type='user'><model type='virtio'/><tune/></interface>", 1, "<tune>"),
+            (
+                "<interface type='user'><model type='virtio'/><backend tap='/dev/net/tun'/></interface>",
+                1,
+                "<backend>",
+            ),
+            (
+                "<interface type='bridge'><source bridge='b'/><model type='virtio'/><portForward proto='tcp'/></interface>",
+                1,
+                "<portForward>",
+            ),
+            (
+                "<interface type='user'><source dev='eth0'/><model type='virtio'/></interface>",
+                1,
+                "the host's interface 'eth0'",
+            ),
+            (
+                "<interface type='user'><backend type='passt'/><model type='virtio'/></interface>",
+                1,
+                "its backend, passt",
+            ),
+            (
+                "<interface type='user'><model type='virtio'/><portForward proto='tcp'/></interface>",
+                1,
+                "its forwarded ports (tcp of all addresses): they were all ports",
+            ),
+            ("<interface type='vhostuser'><source path='/s'/></interface>", 0, "type 'vhostuser'"),
         ] {
             let (nics, said) = read(interface);
             assert_eq!(nics.len(), count, "{interface}");

@@ -1,5 +1,6 @@
 //! libvirt domains: read for an import, and printed for a running VM.
 
+mod forwards;
 mod interfaces;
 mod machine;
 mod networks;

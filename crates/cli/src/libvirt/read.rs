@@ -1,4 +1,4 @@
-//! Reads from a libvirt domain (<https://libvirt.org/formatdomain.html>) what becomes a VM: name, processors,
+//! Reads from a libvirt domain (<https://libvirt.org/formatdomain.html>) what becomes a VM: name, description, processors,
 //! memory, disks with their formats, network cards and machine. The rest is reported as not imported; a domain that would
 //! lose data is refused.
 
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail, ensure};
 use roxmltree::{Document, Node, ParsingOptions};
 use vmseal_api::hardware::{HUGE_PAGE, Hardware, MemoryBacking};
+use vmseal_api::limits::DESCRIPTION_MAX;
 use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
@@ -26,11 +27,16 @@ const NODES_MAX: u32 = 100_000;
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
 
+/// The port of the guest's agent, which every VM has.
+const GUEST_AGENT: &str = "org.qemu.guest_agent.0";
+
 /// The parts of a VM, and what is not imported.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Domain {
     /// The domain's name.
     pub name: String,
+    /// What it is for: its title and its description.
+    pub description: String,
     /// Virtual processors.
     pub vcpus: u32,
     /// Memory, in bytes, rounded up to a whole MiB, or to whole huge pages where it is of these.
@@ -60,12 +66,11 @@ pub struct Disk {
 }
 
 /// Elements of a domain that are read, or that a VM has its own of.
-const KNOWN: [&str; 22] = [
+const KNOWN: [&str; 21] = [
     "name",
     "uuid",
     "title",
     "description",
-    "metadata",
     "memory",
     "currentMemory",
     "vcpu",
@@ -85,8 +90,8 @@ const KNOWN: [&str; 22] = [
     "maxMemory",
 ];
 
-/// Devices that a VM has its own of, or needs none of.
-const OWN_DEVICES: [&str; 11] = [
+/// Devices that are read, or that a VM has its own of, or needs none of.
+const OWN_DEVICES: [&str; 12] = [
     "disk",
     "tpm",
     "interface",
@@ -97,6 +102,7 @@ const OWN_DEVICES: [&str; 11] = [
     "rng",
     "serial",
     "console",
+    "channel",
     "panic",
 ];
 
@@ -165,6 +171,7 @@ fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
     let mut warnings = Vec::new();
     let os = check_system(domain, &mut warnings)?;
     let name = text_of(domain, "name").context("it has no name")?.to_owned();
+    let description = description(domain, &mut warnings);
     let vcpus = text_of(domain, "vcpu").unwrap_or("1");
     let vcpus =
         vcpus.parse().with_context(|| format!("'{vcpus}' is not a number of processors"))?;
@@ -180,7 +187,30 @@ fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
     let nics = interfaces::nics(devices, mapped, &mut warnings)?;
     left_behind(domain, devices, &mut warnings);
     let variables = variables(os);
-    Ok(Domain { name, vcpus, memory, disks, nics, hardware, variables, warnings })
+    Ok(Domain { name, description, vcpus, memory, disks, nics, hardware, variables, warnings })
+}
+
+/// The title, if there is one, and the description; what a VM's has no room for is reported.
+fn description(domain: Node<'_, '_>, warnings: &mut Vec<String>) -> String {
+    let (title, text) = (text_of(domain, "title"), text_of(domain, "description"));
+    let whole = [title, text].into_iter().flatten().collect::<Vec<_>>().join(": ");
+    if whole.len() <= DESCRIPTION_MAX {
+        return whole;
+    }
+    if let (Some(title), Some(_)) = (title, text) {
+        warnings.push(format!(
+            "the title, '{title}': with the description it has more than {DESCRIPTION_MAX} bytes, the most of a VM's description"
+        ));
+    }
+    let text = text.or(title).unwrap_or_default();
+    if text.len() <= DESCRIPTION_MAX {
+        return text.to_owned();
+    }
+    let end = (0..=DESCRIPTION_MAX).rev().find(|at| text.is_char_boundary(*at)).unwrap_or_default();
+    warnings.push(format!(
+        "the end of the description, after {end} bytes: a VM's has at most {DESCRIPTION_MAX}"
+    ));
+    text.get(..end).unwrap_or_default().to_owned()
 }
 
 /// Checks that such a system can run.
@@ -319,13 +349,24 @@ fn left_behind(domain: Node<'_, '_>, devices: Node<'_, '_>, warnings: &mut Vec<S
         warnings.push(match device.as_str() {
             "hostdev" => format!("{count} devices of the host that were passed through"),
             "filesystem" => format!("{count} shared directories of the host"),
-            "graphics" | "video" => format!("{device}: a VM has a serial console"),
+            "graphics" => "graphics: a VM's screen is shown by VNC alone, without a port or a password of its own (vmseal vm vnc)".to_owned(),
+            "video" => "video: a VM has a video card of its own, a VGA".to_owned(),
             "watchdog" => "the watchdog: nothing restarts a guest that hangs".to_owned(),
             other => format!("{count} devices <{other}>"),
         });
     }
+    for channel in devices.children().filter(|child| child.has_tag_name("channel")) {
+        match child(channel, "target").and_then(|target| target.attribute("name")) {
+            Some(GUEST_AGENT) => {}
+            Some(name) => warnings.push(format!("the channel '{name}'")),
+            None => warnings.push("a channel without a name".to_owned()),
+        }
+    }
     for (element, _) in unknown(domain, &KNOWN) {
-        warnings.push(format!("the settings <{element}>"));
+        warnings.push(match element.as_str() {
+            "metadata" => "<metadata>, what other programs keep there".to_owned(),
+            other => format!("the settings <{other}>"),
+        });
     }
     let clock = child(domain, "clock").and_then(|clock| clock.attribute("offset"));
     if let Some(offset) = clock.filter(|offset| *offset != "utc") {
@@ -375,10 +416,16 @@ mod tests {
             "what the TPM keeps",
             "<cputune>",
             "read-only",
-            "graphics",
+            "(vmseal vm vnc)",
+            "a VGA",
+            "<metadata>",
+            "the channel 'com.redhat.spice.0'",
         ] {
             assert!(said.contains(left), "{left}: {said}");
         }
+        assert_eq!(domain.description, "Web server: Serves the shop & its <customers>");
+        // Every VM has the port of the guest's agent.
+        assert!(!said.contains("guest_agent") && !said.contains("description"), "{said}");
         let machine = Hardware {
             firmware: Firmware::Uefi,
             tpm: true,
@@ -389,6 +436,29 @@ mod tests {
         assert_eq!((domain.hardware, domain.variables), (machine, Some(Variables::Unknown)));
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
+    }
+
+    #[test]
+    fn a_description_is_cut_where_a_vm_has_no_room_for_it() {
+        let read = |title: &str, text: &str| {
+            let text = format!("<domain>{title}<description>{text}</description></domain>");
+            let document = Document::parse(&text).unwrap();
+            let mut warnings = Vec::new();
+            let read = description(document.root_element(), &mut warnings);
+            (read, warnings.join("\n"))
+        };
+        assert_eq!(read("", ""), (String::new(), String::new()));
+        assert_eq!(read("<title>Web</title>", ""), ("Web".to_owned(), String::new()));
+        assert_eq!(read("", "\n shop\n "), ("shop".to_owned(), String::new()));
+        let long = "x".repeat(DESCRIPTION_MAX - 5);
+        let (whole, said) = read("<title>Web</title>", &long);
+        assert_eq!((whole.len(), said.as_str()), (DESCRIPTION_MAX, ""));
+        let (alone, said) = read("<title>Webs</title>", &long);
+        assert!(alone == long && said.contains("the title, 'Webs'"), "{said}");
+        // Two bytes each: the last one does not fit.
+        let (cut, said) = read("", &("x".to_owned() + &"ä".repeat(DESCRIPTION_MAX)));
+        assert!(cut.len() == DESCRIPTION_MAX - 1 && cut.ends_with('ä'), "{}", cut.len());
+        assert!(said.contains("after 4095 bytes") && !said.contains("title"), "{said}");
     }
 
     #[test]

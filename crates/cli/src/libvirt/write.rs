@@ -6,7 +6,9 @@ use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::{Firmware, HUGE_PAGE, MemoryBacking};
 use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
 use vmseal_api::model::{Nic, Vm};
-use vmseal_api::nic::{NicBackend, NicLink};
+use vmseal_api::nic::{NicBackend, NicLink, PortForward};
+
+use super::forwards;
 
 /// The comment above the domain: what it can be used for.
 const NOTE: &str = "
@@ -32,6 +34,9 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line(format!("<domain type='{kind}'>"));
     line(format!("  <name>{}</name>", escaped(&vm.name)));
     line(format!("  <uuid>{}</uuid>", vm.id));
+    if !vm.description.is_empty() {
+        line(format!("  <description>{}</description>", escaped(&vm.description)));
+    }
     line(format!("  <memory unit='b'>{}</memory>", vm.memory));
     line("  <memoryBacking>".to_owned());
     if vm.hardware.memory_backing == MemoryBacking::Hugepages {
@@ -140,7 +145,14 @@ fn drive(cdrom: &Cdrom, order: &Order) -> Vec<String> {
     lines
 }
 
-/// A network card. The ports that are forwarded to one of kind `user` are not said: libvirt has them for passt alone.
+/// The ports that lead into the guest by a card, as they are in force. libvirt has no port that is still to be chosen.
+fn forwards_of(nic: &Nic) -> Vec<PortForward> {
+    let asked = nic.backend.forwards();
+    let all = if nic.forwards.is_empty() { asked } else { &nic.forwards[..] };
+    all.iter().filter(|forward| forward.host_port != 0).cloned().collect()
+}
+
+/// A network card. One with forwarded ports is of passt, as libvirt has these with nothing else.
 fn interface(nic: &Nic, index: usize, order: &Order) -> Vec<String> {
     let (kind, connected) = match &nic.backend {
         NicBackend::User { .. } => ("user", None),
@@ -157,11 +169,16 @@ fn interface(nic: &Nic, index: usize, order: &Order) -> Vec<String> {
         format!("      <mac address='{}'/>", nic.mac),
     ];
     lines.extend(connected);
+    let forwards = forwards_of(nic);
+    if !forwards.is_empty() {
+        lines.push("      <backend type='passt'/>".to_owned());
+    }
     lines.push(format!("      <model type='{}'/>", nic.model.name()));
     if nic.link == NicLink::Down {
         lines.push("      <link state='down'/>".to_owned());
     }
     lines.extend(order.of_device(BootDevice::Network, index));
+    lines.extend(forwards::lines(&forwards));
     lines.push("    </interface>".to_owned());
     lines
 }
@@ -184,6 +201,11 @@ fn escaped(text: &str) -> String {
             '>' => safe.push_str("&gt;"),
             '\'' => safe.push_str("&apos;"),
             '"' => safe.push_str("&quot;"),
+            '\n' | '\t' => safe.push(c),
+            // Otherwise it would be read as a new line.
+            '\r' => safe.push_str("&#13;"),
+            // XML cannot have it.
+            c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => safe.push('\u{fffd}'),
             c => safe.push(c),
         }
     }
@@ -285,6 +307,60 @@ mod tests {
             assert!(xml.contains(place), "{place}: {xml}");
         }
         assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='4'/>"), "{xml}");
+    }
+
+    #[test]
+    fn the_firmware_is_said() {
+        let secure = "<firmware><feature enabled='yes' name='secure-boot'/></firmware>";
+        for (firmware, os, is_secure) in [
+            (Firmware::Bios, "<os>", false),
+            (Firmware::Uefi, "<os firmware='efi'>", false),
+            (Firmware::UefiSecureBoot, "<os firmware='efi'>", true),
+        ] {
+            let mut vm = vm(1);
+            vm.hardware.firmware = firmware;
+            let xml = domain(&vm, &host("/run/vmseal"));
+            validate(&xml);
+            assert!(xml.lines().any(|line| line.trim() == os), "{firmware:?}: {xml}");
+            assert_eq!(xml.contains(secure), is_secure, "{firmware:?}: {xml}");
+        }
+    }
+
+    #[test]
+    fn forwarded_ports_are_said_as_they_are_in_force() {
+        let forward = |text: &str| text.parse::<PortForward>().unwrap();
+        let mut vm = vm(1);
+        let asked = vec![forward("tcp:22"), forward("udp:0.0.0.0:5353:53")];
+        vm.nics[2].backend = NicBackend::User { forwards: asked };
+        let said = |vm: &Vm| {
+            let xml = domain(vm, &host("/run/vmseal"));
+            validate(&xml);
+            xml.lines().map(str::trim).collect::<Vec<_>>().join("")
+        };
+        let second = "<portForward proto='udp' address='0.0.0.0'><range start='5353' to='53'/></portForward>";
+        let xml = said(&vm);
+        assert!(xml.contains(second) && xml.contains("<backend type='passt'/>"), "{xml}");
+        assert!(!xml.contains("proto='tcp'"), "a port that nobody has chosen: {xml}");
+        vm.nics[2].forwards =
+            vec![forward("tcp:127.0.0.1:61234:22"), forward("udp:0.0.0.0:5353:53")];
+        let first = "<portForward proto='tcp' address='127.0.0.1'><range start='61234' to='22'/></portForward>";
+        let xml = said(&vm);
+        assert!(xml.contains(&(first.to_owned() + second)), "{xml}");
+        assert_eq!(xml.matches("type='passt'").count(), 1, "{xml}");
+    }
+
+    #[test]
+    fn the_description_is_said_whatever_is_in_it() {
+        let mut vm = vm(1);
+        vm.description = "A <shop> & \u{1b}[2J\nits \u{ffff} customers".to_owned();
+        let xml = domain(&vm, &host("/run/vmseal"));
+        validate(&xml);
+        let read = roxmltree::Document::parse(&xml).unwrap();
+        let description = read.descendants().find(|it| it.has_tag_name("description")).unwrap();
+        assert_eq!(description.text(), Some("A <shop> & \u{fffd}[2J\nits \u{fffd} customers"));
+        vm.description = "one\r\ntwo".to_owned();
+        let xml = domain(&vm, &host("/run/vmseal"));
+        assert!(xml.contains("<description>one&#13;\ntwo</description>"), "{xml}");
     }
 
     #[test]

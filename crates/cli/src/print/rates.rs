@@ -28,6 +28,15 @@ pub struct VmRates {
     pub flushes_per_second: f64,
     /// Since the VM started.
     pub errors: u64,
+    /// What its guest receives and sends by cards on bridges and taps; none where that is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub received_bytes_per_second: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub received_packets_per_second: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sent_bytes_per_second: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sent_packets_per_second: Option<f64>,
 }
 
 /// Prints one look.
@@ -43,7 +52,7 @@ pub fn since_start(used: &VmUsage) -> Vec<(&'static str, String)> {
     let size = |bytes| Cell::Bytes(bytes).for_people();
     let seconds = |nanoseconds: u64| format!("{:.1} s", nanoseconds as f64 / 1e9);
     let counters = &used.counters;
-    vec![
+    let mut lines = vec![
         (
             "CPU SINCE START",
             format!(
@@ -61,7 +70,14 @@ pub fn since_start(used: &VmUsage) -> Vec<(&'static str, String)> {
             "WRITTEN SINCE START",
             format!("{} in {} requests", size(counters.written_bytes), counters.writes),
         ),
-    ]
+    ];
+    if let Some(network) = counters.network {
+        let over = |bytes, packets| format!("{} in {packets} packets", size(bytes));
+        let received = over(network.received_bytes, network.received_packets);
+        let sent = over(network.sent_bytes, network.sent_packets);
+        lines.extend([("RECEIVED SINCE START", received), ("SENT SINCE START", sent)]);
+    }
+    lines
 }
 
 fn tenths(value: f64) -> Cell {
@@ -89,6 +105,10 @@ impl Row for VmRates {
         usual("written/s", |it| bytes(it.written_bytes_per_second)),
         more("flushes/s", |it| tenths(it.flushes_per_second)),
         usual("errors", |it| Cell::Number(it.errors)),
+        usual("rx/s", |it| it.received_bytes_per_second.map(bytes).into()),
+        more("rx-packets/s", |it| it.received_packets_per_second.map(tenths).into()),
+        usual("tx/s", |it| it.sent_bytes_per_second.map(bytes).into()),
+        more("tx-packets/s", |it| it.sent_packets_per_second.map(tenths).into()),
         more("id", |it| (&it.vm).into()),
     ];
     fn identity(&self) -> String {
