@@ -612,7 +612,7 @@ mod tests {
         };
         let of = with_cards(spec(2, 2));
         let live = Live::at_start(&of);
-        let line = |accelerator| {
+        let line_of = |of: &VmSpec, accelerator| {
             let given = Given {
                 disks: &[],
                 cards: &[],
@@ -623,18 +623,30 @@ mod tests {
                 live: &live,
                 machine: None,
             };
-            let arguments = arguments(&of, accelerator, &descriptors, &given);
+            let arguments = arguments(of, accelerator, &descriptors, &given);
             arguments
                 .iter()
                 .map(|argument| argument.to_str().unwrap())
                 .collect::<Vec<_>>()
                 .join("\n")
         };
+        let line = |accelerator| line_of(&of, accelerator);
         let golden = include_str!("../../tests/golden/qemu-arguments.txt");
         assert_eq!(line(AcceleratorKind::Tcg), golden.trim_end());
         let kvm =
             golden.trim_end().replace("accel=tcg", "accel=kvm").replace("\nmax\n", "\nhost\n");
         assert_eq!(line(AcceleratorKind::Kvm), kvm);
+        // A model by name is in its place, however guests are run.
+        let mut named = of.clone();
+        named.hardware.cpu_model = Some("EPYC-Milan".to_owned());
+        for (kind, golden, usual) in [
+            (AcceleratorKind::Tcg, golden.trim_end(), "max"),
+            (AcceleratorKind::Kvm, kvm.as_str(), "host"),
+        ] {
+            let usual = format!("\n-cpu\n{usual}\n");
+            assert_eq!(golden.matches(&usual).count(), 1, "{golden}");
+            assert_eq!(line_of(&named, kind), golden.replace(&usual, "\n-cpu\nEPYC-Milan\n"));
+        }
     }
 
     #[test]
