@@ -26,9 +26,13 @@ pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
                 std::fs::read_dir(dir)
                     .with_context(|| format!("--dir: cannot read {}", dir.display()))?;
             }
-            let directory = options.dir.map_or_else(images::directory, Ok)?;
-            let found = images::list(&directory)?;
-            print::list(output, &options.columns, found)
+            let directories = match options.dir {
+                Some(dir) => vec![dir],
+                None => images::directories()?,
+            };
+            let found = images::known(&directories)?;
+            found.unread.iter().for_each(print::say);
+            print::list(output, &options.columns, found.images)
         }
     }
 }
@@ -63,6 +67,11 @@ pub(super) fn say_if_old(image: &Path, rebuild: &str) {
     if let Some(said) = images::said_if_old(image, rebuild) {
         print::say(said);
     }
+}
+
+/// Where the image of Debian is built by this user.
+pub(super) fn place_of_debian() -> anyhow::Result<PathBuf> {
+    Ok(images::directory()?.join("debian.raw"))
 }
 
 /// The image of Debian for this user's VMs; it is built if it is not there.
