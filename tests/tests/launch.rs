@@ -47,10 +47,13 @@ fn of_user(here: &Installation, arguments: &[&str]) -> Option<Command> {
     Some(command)
 }
 
-/// The images that a user has, by name.
+/// The images that a user has, by name, without those of root on this machine.
 fn images_of_user(here: &Installation) -> Value {
     let output = of_user(here, &["image", "list", "-o", "json"]).unwrap().output().unwrap();
-    serde_json::from_slice(&output.stdout).unwrap()
+    let mut listed: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let own = here.path(".cache");
+    listed.retain(|image| Path::new(image["path"].as_str().unwrap()).starts_with(&own));
+    listed.into()
 }
 
 /// A build for which there is no place says so.
