@@ -17,7 +17,7 @@ use vmseal_tests::guest::counter_disk;
 use vmseal_tests::installation::{DISK_SIZE, PASSPHRASE, next_address};
 use vmseal_tests::process::{Process, using};
 use vmseal_tests::terminal::at_terminal;
-use vmseal_tests::{eventually, program};
+use vmseal_tests::{eventually, program, skipped};
 
 const KEY: &str =
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDu0bKR0wAYc5z1f3Yv0J1mZ2c9bS7mUqkq3v1Qh9w1c me\n";
@@ -272,10 +272,7 @@ fn one_command_makes_a_machine_that_runs_encrypted_vms_and_a_second_one_changes_
 #[test]
 fn the_first_vm_is_launched_from_an_image_with_a_name() {
     if !geteuid().is_root() {
-        #[allow(clippy::print_stderr)] // for who runs the test
-        {
-            eprintln!("skipped: it takes root");
-        }
+        skipped("it takes root");
         return;
     }
     let here = Machine::new();
