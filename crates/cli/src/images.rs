@@ -104,6 +104,15 @@ fn is_denied(error: &anyhow::Error) -> bool {
     error.is_some_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
 }
 
+/// A command, as this user has root give it: hosts read the images of root.
+#[must_use]
+pub fn by_root(command: &str) -> String {
+    match nix::unistd::geteuid().is_root() {
+        true => command.to_owned(),
+        false => format!("sudo {command}"),
+    }
+}
+
 /// Whether a raw image is partitioned as UEFI wants it: with a GPT, whose signature is in the second sector (UEFI
 /// specification 2.10, section 5.3.2).
 ///
@@ -202,7 +211,7 @@ fn not_found(directories: &[PathBuf], known: &Known, name: &str) -> String {
         names => format!("known are {}", names.join(", ")),
     };
     let instead = match name {
-        DEBIAN => format!("build it (vmseal image build {DEBIAN})"),
+        DEBIAN => format!("build it ({})", by_root(&format!("vmseal image build {DEBIAN}"))),
         _ => format!("put it there as {name}.raw or {name}.qcow2"),
     };
     let unread: Vec<_> = known.unread.iter().map(|said| format!("; {said}")).collect();

@@ -54,6 +54,12 @@ fn build(options: &BuildImage) -> anyhow::Result<()> {
     }
     make(&image)?;
     print::line(&image.display().to_string())?;
+    if options.to.is_none() && !image.starts_with(images::SYSTEM) {
+        print::say(format_args!(
+            "hosts read it only where their agents were started with --transfer-directory for {}: else have root build it (sudo vmseal image build debian)",
+            image.parent().unwrap_or(&image).display()
+        ));
+    }
     if options.to.is_none() {
         print::say(
             "create a VM from it: vmseal vm launch NAME --image debian --ssh-key ~/.ssh/id_ed25519.pub",

@@ -51,7 +51,10 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         && options.image == Path::new(DEBIAN)
     {
         require_firmware(file, hardware.firmware)?;
-        image::say_if_old(file, image::REBUILD);
+        match file.starts_with(images::SYSTEM) {
+            true => image::say_if_old(file, &images::by_root(image::REBUILD)),
+            false => image::say_if_old(file, image::REBUILD),
+        }
     }
     let is_there = image.is_some();
     let (image, format) = image.unzip();
