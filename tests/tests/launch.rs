@@ -96,10 +96,14 @@ fn a_user_builds_debian(here: &Installation) -> bool {
     assert_eq!(images_of_user(here), json!([]));
 
     let image = here.path(".cache/vmseal/images/debian.raw");
-    for said in ["installing GRUB", "it is built already"] {
+    for (said, what_to_do) in [
+        ("installing GRUB", "sudo vmseal image build debian"),
+        ("it is built already", "--force builds it again"),
+    ] {
         let built = of_user(here, &BUILD).unwrap().output().unwrap();
         let told = String::from_utf8_lossy(&built.stderr).into_owned();
         assert!(built.status.success() && told.contains(said), "{told}");
+        assert!(told.contains(what_to_do), "{told}");
         assert_eq!(String::from_utf8(built.stdout).unwrap().trim(), text(&image).unwrap());
     }
     let images = images_of_user(here);
