@@ -236,7 +236,7 @@ pub fn can_encrypt_osds() -> bool {
         (None, true, Err(error)) => format!("/dev/fuse: {error}"),
         (None, true, Ok(_)) => return true,
     };
-    eprintln!("skipped: {why}");
+    crate::skipped(why);
     false
 }
 
@@ -268,9 +268,9 @@ pub fn is_installed() -> bool {
         .into_iter()
         .find(|program| Command::new(program).arg("--version").output().is_err());
     if let Some(program) = missing {
-        eprintln!(
-            "skipped: there is no {program} (packages ceph-mon ceph-mgr ceph-osd ceph-common)"
-        );
+        crate::skipped(format_args!(
+            "there is no {program} (packages ceph-mon ceph-mgr ceph-osd ceph-common)"
+        ));
     }
     missing.is_none()
 }

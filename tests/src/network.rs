@@ -17,10 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// cannot have one says so and ends.
 pub fn own_namespace() -> anyhow::Result<bool> {
     if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
-        #[allow(clippy::print_stderr)] // for who runs the test
-        {
-            eprintln!("skipped: no network namespace can be made: {error}");
-        }
+        crate::skipped(format_args!("no network namespace can be made: {error}"));
         return Ok(false);
     }
     ip("link set lo up")?;

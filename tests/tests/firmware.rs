@@ -67,10 +67,7 @@ impl Drop for SetAside {
 /// none left does not start.
 fn runs_on_huge_pages(here: &Installation) {
     let Some(pages) = SetAside::new() else {
-        #[allow(clippy::print_stderr)] // for who runs the test
-        {
-            eprintln!("skipped: this machine sets no huge pages aside");
-        }
+        vmseal_tests::skipped("no guest runs on huge pages: this machine sets none aside");
         return;
     };
     let image = here.counter_image().unwrap();

@@ -10,12 +10,21 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, geteuid};
 use tempfile::TempDir;
-use vmseal_tests::installation::{PASSPHRASE, next_address};
+use vmseal_tests::as_user::as_user;
+use vmseal_tests::guest::counter_disk;
+use vmseal_tests::installation::{DISK_SIZE, PASSPHRASE, next_address};
 use vmseal_tests::process::{Process, using};
 use vmseal_tests::terminal::at_terminal;
-use vmseal_tests::{eventually, program};
+use vmseal_tests::{eventually, program, skipped};
+
+const KEY: &str =
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDu0bKR0wAYc5z1f3Yv0J1mZ2c9bS7mUqkq3v1Qh9w1c me\n";
+
+/// Has a program find, in a mount namespace of its own, the test's images where those with a name are: the first argument is what is
+/// at /var/lib then.
+const OWN_IMAGES: &str = "mount --bind \"$0\" /var/lib && exec \"$@\"";
 
 /// What init does, in order, as its lines begin.
 const STEPS: [&str; 11] = [
@@ -53,6 +62,20 @@ impl Machine {
     fn vmseal(&self) -> Command {
         let mut command = Command::new(program("vmseal").unwrap());
         command.env("HOME", self.path("home")).env_remove("XDG_CONFIG_HOME").stdin(Stdio::null());
+        command
+    }
+
+    /// The same command where root's images are the test's own. It takes root.
+    fn with_own_images(&self, of: &Command) -> Command {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", OWN_IMAGES]).arg(self.path("lib"));
+        command.arg(of.get_program()).args(of.get_args()).stdin(Stdio::null());
+        for (name, value) in of.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
         command
     }
 
@@ -242,6 +265,51 @@ fn one_command_makes_a_machine_that_runs_encrypted_vms_and_a_second_one_changes_
     let mut fourth = Run::start(here.init(&["--yes"]));
     assert_eq!(fourth.steps(), ["login"]);
     third.interrupt();
+}
+
+/// The second command of the README, with an image of the test's own: an agent that was told of no directories reads images with a name. A
+/// user who is not root launches what root has; in a directory of the user's, which the agent does not read, none is built.
+#[test]
+fn the_first_vm_is_launched_from_an_image_with_a_name() {
+    if !geteuid().is_root() {
+        skipped("it takes root");
+        return;
+    }
+    let here = Machine::new();
+    let images = here.path("lib/vmseal/images");
+    std::fs::create_dir_all(&images).unwrap();
+    counter_disk(&images.join("counter.raw"), DISK_SIZE).unwrap();
+    let mut run = Run::start(here.with_own_images(&here.init(&["--yes"])));
+    assert_eq!(run.steps(), STEPS);
+    run.until_it_stays();
+    let key = here.path("home/key.pub");
+    std::fs::write(&key, KEY).unwrap();
+    let launch = |by: &Command, options: &[&str]| {
+        let mut command = here.with_own_images(by);
+        command.args(["vm", "launch", "--memory=256M", "--timeout=1s"]).args(options);
+        let output = command.arg("--ssh-key").arg(&key).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    // This guest has no SSH server: it runs, and the wait for it ends.
+    let runs = |by: &Command, vm: &str| {
+        let (code, said) = launch(by, &[vm, "--image=counter", "--disk-size=16M"]);
+        assert_eq!(code, Some(6), "{said}");
+        assert!(said.contains("nothing answers as an SSH server"), "{said}");
+        let shown = here.ok(&["vm", "list", "-o=csv", "-c=name,power,policy", "--no-header"]);
+        assert!(shown.contains(&format!("{vm},running,encrypted")), "{shown}");
+        here.ok(&["vm", "stop", vm, "--force"]);
+    };
+    runs(&here.vmseal(), "web1");
+    if let Some(user) = as_user(&here.vmseal()) {
+        runs(&user, "web2");
+        let (code, said) = launch(&user, &["web3", "--image=debian"]);
+        assert_eq!(code, Some(2), "{said}");
+        for told in ["sudo vmseal image build debian", "host 'here'", ".cache/vmseal/images"] {
+            assert!(said.contains(told), "{said}");
+        }
+        assert!(!said.contains("building") && !here.path("home/.cache").exists(), "{said}");
+    }
+    run.interrupt();
 }
 
 #[test]

@@ -148,7 +148,7 @@ fn whatever_an_attacker_changes_between_the_hosts_the_guest_goes_on_where_it_was
         return;
     }
     if let Err(error) = separate_ipv6() {
-        eprintln!("skipped: {error:#}");
+        vmseal_tests::skipped(format_args!("{error:#}"));
         return;
     }
     let (mut here, mut console) = started_with_one_disk(VM, "encrypted");

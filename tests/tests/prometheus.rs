@@ -61,7 +61,7 @@ fn programs() -> Option<PathBuf> {
 #[test]
 fn prometheus_scrapes_with_the_documented_configuration() {
     let Some(programs) = programs() else {
-        eprintln!("skipped: Debian's package prometheus cannot be had");
+        vmseal_tests::skipped("Debian's package prometheus cannot be had");
         return;
     };
     let here = Installation::new().unwrap();

@@ -133,7 +133,7 @@ impl Outage {
 #[test]
 fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile() {
     if std::env::var_os("VMSEAL_ALL").is_none() {
-        eprintln!("skipped: it is for soak runs (VMSEAL_ALL=1)");
+        vmseal_tests::skipped("it is for soak runs (VMSEAL_ALL=1)");
         return;
     }
     if !is_installed() {

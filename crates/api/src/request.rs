@@ -312,7 +312,8 @@ pub struct SetVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<bool>,
     /// Another policy, by name or id, that asks nothing else of disks and keys: their encryption, provider, allocation
-    /// and replicas are the same. Its limits and caches become those of the VM's disks.
+    /// and replicas are the same. Its limits and caches become those of the VM's disks, and a processor model that it names that of the
+    /// VM, which is off then and has no snapshot with memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
 }

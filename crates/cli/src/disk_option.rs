@@ -51,7 +51,7 @@ fn parse(option: &str, index: usize, terminal: bool) -> anyhow::Result<CreateDis
 fn read(option: &str, parts: Parts, index: usize, terminal: bool) -> anyhow::Result<AddDisk> {
     let image = match (parts.image, parts.format) {
         (Some(image), format) if images::is_name(&image) => {
-            let (path, known) = images::find(&images::directory()?, &image.to_string_lossy())?;
+            let (path, known) = images::find(&images::directories()?, &image.to_string_lossy())?;
             Some((path, format.unwrap_or(known)))
         }
         (Some(image), Some(format)) => Some((image, format)),

@@ -16,7 +16,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use crate::exit::{Ended, Exit};
 
-/// Where they are for root: hosts may import from it (`vmseal agent --transfer-directory`).
+/// Where they are for root: hosts import from it unless they are told otherwise (`vmseal agent --transfer-directory`).
 pub const SYSTEM: &str = "/var/lib/vmseal/images";
 
 /// The name of the image that is built here.
@@ -58,6 +58,59 @@ pub fn directory() -> anyhow::Result<PathBuf> {
     let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
     let cache = cache.context("where are images kept? HOME is not set: give --dir or --to")?;
     Ok(cache.join("vmseal/images"))
+}
+
+/// Where an image of this user is looked for by its name: the user's own directory, then that of root, which hosts read unless they are
+/// told otherwise.
+///
+/// # Errors
+/// As [`directory`].
+pub fn directories() -> anyhow::Result<Vec<PathBuf>> {
+    let mut directories = vec![directory()?, PathBuf::from(SYSTEM)];
+    directories.dedup();
+    Ok(directories)
+}
+
+/// Images of several directories.
+#[derive(Debug, Default)]
+pub struct Known {
+    /// The images, in the order of their directories, and by name in each.
+    pub images: Vec<Image>,
+    /// What is said of directories that this user may not read.
+    pub unread: Vec<String>,
+}
+
+/// The images in all of these directories.
+///
+/// # Errors
+/// The file system's; that this user may not read a directory is no error.
+pub fn known(directories: &[PathBuf]) -> anyhow::Result<Known> {
+    let mut known = Known::default();
+    for directory in directories {
+        match list(directory) {
+            Ok(images) => known.images.extend(images),
+            Err(error) if is_denied(&error) => known.unread.push(format!(
+                "images in {0} cannot be read: permission denied. Let users read it, as root: chmod a+rx {0}, and each directory above it",
+                directory.display()
+            )),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(known)
+}
+
+fn is_denied(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<io::Error>();
+    error.is_some_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+}
+
+/// A command, as this user has root give it: hosts read the images of root.
+#[must_use]
+pub fn by_root(command: &str) -> String {
+    match nix::unistd::geteuid().is_root() {
+        true => command.to_owned(),
+        false => format!("sudo {command}"),
+    }
 }
 
 /// Whether a raw image is partitioned as UEFI wants it: with a GPT, whose signature is in the second sector (UEFI
@@ -131,35 +184,41 @@ pub fn list(directory: &Path) -> anyhow::Result<Vec<Image>> {
     Ok(images)
 }
 
-/// The file and the format of the image of this name.
+/// The file and the format of the image of this name, in the first of these directories that has one.
 ///
 /// # Errors
-/// There is none, or more than one.
-pub fn find(directory: &Path, name: &str) -> anyhow::Result<(PathBuf, ImageFormat)> {
-    let images = list(directory)?;
-    let mut called = images.iter().filter(|image| image.name == name);
-    let directory = directory.display();
+/// There is none, or a directory has more than one.
+pub fn find(directories: &[PathBuf], name: &str) -> anyhow::Result<(PathBuf, ImageFormat)> {
+    let known = known(directories)?;
+    let mut called = known.images.iter().filter(|image| image.name == name);
     let message = match (called.next(), called.next()) {
-        (Some(image), None) => return Ok((image.path.clone(), image.format)),
-        (Some(_), Some(_)) => {
+        (Some(one), Some(other)) if one.path.parent() == other.path.parent() => {
+            let directory = one.path.parent().unwrap_or(Path::new("/")).display();
             format!("there is more than one image '{name}' in {directory}: give the path of one")
         }
-        (None, _) => {
-            let known: Vec<_> = images.iter().map(|image| image.name.as_str()).collect();
-            let known = match known.as_slice() {
-                [] => "none is there".to_owned(),
-                names => format!("known are {}", names.join(", ")),
-            };
-            let instead = match name {
-                DEBIAN => format!("build it (vmseal image build {DEBIAN})"),
-                _ => format!("put it there as {name}.raw or {name}.qcow2"),
-            };
-            format!(
-                "there is no image '{name}' in {directory} ({known}): {instead}, or give a path"
-            )
-        }
+        (Some(image), _) => return Ok((image.path.clone(), image.format)),
+        (None, _) => not_found(directories, &known, name),
     };
     Err(Ended::new(Exit::Usage, message).into())
+}
+
+fn not_found(directories: &[PathBuf], known: &Known, name: &str) -> String {
+    let places: Vec<_> = directories.iter().map(|it| it.display().to_string()).collect();
+    let places = places.join(" or ");
+    let names: Vec<_> = known.images.iter().map(|image| image.name.as_str()).collect();
+    let known_names = match names.as_slice() {
+        [] => "none is there".to_owned(),
+        names => format!("known are {}", names.join(", ")),
+    };
+    let instead = match name {
+        DEBIAN => format!("build it ({})", by_root(&format!("vmseal image build {DEBIAN}"))),
+        _ => format!("put it there as {name}.raw or {name}.qcow2"),
+    };
+    let unread: Vec<_> = known.unread.iter().map(|said| format!("; {said}")).collect();
+    let unread = unread.concat();
+    format!(
+        "there is no image '{name}' in {places} ({known_names}): {instead}, or give a path{unread}"
+    )
 }
 
 /// Whether this is the name of an image, and not the path of one.
@@ -242,19 +301,54 @@ mod tests {
             ("two", "raw", Some(8192)),
         ];
         assert_eq!(names, expected);
-        let found = find(directory.path(), "debian").unwrap();
+        let here = [directory.path().to_owned()];
+        let found = find(&here, "debian").unwrap();
         assert_eq!(found, (at("debian.raw"), ImageFormat::Raw));
         for (name, told) in [
             ("none", "known are debian, other"),
             ("none", "put it there as none.raw or none.qcow2"),
             ("two", "more than one"),
         ] {
-            let message = find(directory.path(), name).unwrap_err().to_string();
+            let message = find(&here, name).unwrap_err().to_string();
             assert!(message.contains(told), "{message}");
         }
         assert!(list(&at("missing")).unwrap().is_empty());
-        let message = find(&at("missing"), "debian").unwrap_err().to_string();
+        let message = find(&[at("missing")], "debian").unwrap_err().to_string();
         assert!(message.contains("vmseal image build debian"), "{message}");
+    }
+
+    /// Users who are not root launch what root has built: hosts read that, and not what is in a user's directory.
+    #[test]
+    fn images_of_root_are_found_after_those_of_the_user() {
+        let (own, roots) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        for (directory, name) in
+            [(&own, "mine.raw"), (&own, "both.raw"), (&roots, "both.qcow2"), (&roots, "debian.raw")]
+        {
+            std::fs::write(directory.path().join(name), [0; 8192]).unwrap();
+        }
+        let all = [own.path().to_owned(), roots.path().to_owned()];
+        for (name, expected) in [
+            ("mine", own.path().join("mine.raw")),
+            ("both", own.path().join("both.raw")),
+            ("debian", roots.path().join("debian.raw")),
+        ] {
+            assert_eq!(find(&all, name).unwrap().0, expected);
+        }
+        let names: Vec<_> = known(&all).unwrap().images.into_iter().map(|it| it.name).collect();
+        assert_eq!(names, ["both", "mine", "both", "debian"]);
+        let message = find(&all, "none").unwrap_err().to_string();
+        assert!(all.iter().all(|it| message.contains(it.to_str().unwrap())), "{message}");
+        assert_eq!(directories().unwrap().last().unwrap(), Path::new(SYSTEM));
+    }
+
+    #[test]
+    fn a_directory_that_a_user_may_not_read_is_told() {
+        let denied = anyhow::Error::from(io::Error::from(io::ErrorKind::PermissionDenied));
+        assert!(is_denied(&denied.context("cannot read /a")));
+        assert!(!is_denied(&anyhow::Error::from(io::Error::from(io::ErrorKind::NotFound))));
+        let known = Known { images: Vec::new(), unread: vec!["/b cannot be read".to_owned()] };
+        let message = not_found(&[PathBuf::from("/a")], &known, "none");
+        assert!(message.ends_with("; /b cannot be read"), "{message}");
     }
 
     #[test]

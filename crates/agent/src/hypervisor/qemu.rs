@@ -637,12 +637,25 @@ mod tests {
     fn the_command_line_is_the_golden_one() {
         let of = with_cards(spec(2, 2));
         let live = Live::at_start(&of);
-        let line = |accelerator| line(&of, accelerator, &descriptors(), &live);
+        let line_of =
+            |of: &VmSpec, accelerator| line(of, accelerator, &descriptors(), &live);
+        let line = |accelerator| line_of(&of, accelerator);
         let golden = include_str!("../../tests/golden/qemu-arguments.txt");
         assert_eq!(line(AcceleratorKind::Tcg), golden.trim_end());
         let kvm =
             golden.trim_end().replace("accel=tcg", "accel=kvm").replace("\nmax\n", "\nhost\n");
         assert_eq!(line(AcceleratorKind::Kvm), kvm);
+        // A model by name is in its place, however guests are run.
+        let mut named = of.clone();
+        named.hardware.cpu_model = Some("EPYC-Milan".to_owned());
+        for (kind, golden, usual) in [
+            (AcceleratorKind::Tcg, golden.trim_end(), "max"),
+            (AcceleratorKind::Kvm, kvm.as_str(), "host"),
+        ] {
+            let usual = format!("\n-cpu\n{usual}\n");
+            assert_eq!(golden.matches(&usual).count(), 1, "{golden}");
+            assert_eq!(line_of(&named, kind), golden.replace(&usual, "\n-cpu\nEPYC-Milan\n"));
+        }
     }
 
     /// It was saved, or comes from a host, where each disk of its start was on the root bus.

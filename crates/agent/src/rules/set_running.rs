@@ -59,6 +59,10 @@ pub fn difference(
     if known.hardware.cdrom.is_some() != new.hardware.cdrom.is_some() {
         return refused("its CD-ROM drive".to_owned());
     }
+    // The guest has found the one that it started with; and a host that it goes to is to give it the same.
+    if known.hardware.cpu_model != new.hardware.cpu_model {
+        return refused("its processor model".to_owned());
+    }
     // Its disk would be plugged in as one of the guest's.
     if known.hardware.tpm != new.hardware.tpm {
         return refused("its TPM".to_owned());
@@ -232,9 +236,15 @@ mod tests {
         (of_tpm.role, of_tpm.facts) = (vmseal_api::host::DiskRole::Tpm, Some(DiskFacts::Raw));
         tpm.devices.push(Device::Disk(of_tpm));
         let keyed = key.clone();
-        for (new, what) in
-            [(size, "disk 'system'"), (mac, "card 'nic0'"), (keyed, "its key"), (tpm, "its TPM")]
-        {
+        let mut model = known.clone();
+        model.hardware.cpu_model = Some("max".to_owned());
+        for (new, what) in [
+            (size, "disk 'system'"),
+            (mac, "card 'nic0'"),
+            (keyed, "its key"),
+            (tpm, "its TPM"),
+            (model, "its processor model"),
+        ] {
             let refusal = difference(&known, &new, in_use.clone(), false).unwrap_err();
             assert!(refusal.detail.contains(what), "{refusal}");
         }

@@ -42,7 +42,7 @@ pub enum System {
 
 #[derive(Args)]
 pub struct ListImages {
-    /// The directory of the images [default: as for `vmseal image build`]
+    /// The directory of the images [default: as for `vmseal image build`, and /var/lib/vmseal/images]
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
     #[command(flatten)]

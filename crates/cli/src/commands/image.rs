@@ -26,9 +26,13 @@ pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
                 std::fs::read_dir(dir)
                     .with_context(|| format!("--dir: cannot read {}", dir.display()))?;
             }
-            let directory = options.dir.map_or_else(images::directory, Ok)?;
-            let found = images::list(&directory)?;
-            print::list(output, &options.columns, found)
+            let directories = match options.dir {
+                Some(dir) => vec![dir],
+                None => images::directories()?,
+            };
+            let found = images::known(&directories)?;
+            found.unread.iter().for_each(print::say);
+            print::list(output, &options.columns, found.images)
         }
     }
 }
@@ -50,6 +54,12 @@ fn build(options: &BuildImage) -> anyhow::Result<()> {
     }
     make(&image)?;
     print::line(&image.display().to_string())?;
+    if options.to.is_none() && !image.starts_with(images::SYSTEM) {
+        print::say(format_args!(
+            "hosts read it only where their agents were started with --transfer-directory for {}: else have root build it (sudo vmseal image build debian)",
+            image.parent().unwrap_or(&image).display()
+        ));
+    }
     if options.to.is_none() {
         print::say(
             "create a VM from it: vmseal vm launch NAME --image debian --ssh-key ~/.ssh/id_ed25519.pub",
@@ -63,6 +73,11 @@ pub(super) fn say_if_old(image: &Path, rebuild: &str) {
     if let Some(said) = images::said_if_old(image, rebuild) {
         print::say(said);
     }
+}
+
+/// Where the image of Debian is built by this user.
+pub(super) fn place_of_debian() -> anyhow::Result<PathBuf> {
+    Ok(images::directory()?.join("debian.raw"))
 }
 
 /// The image of Debian for this user's VMs; it is built if it is not there.

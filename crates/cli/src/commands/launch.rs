@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use vmseal_api::client::ServerClient;
 use vmseal_api::hardware::{Firmware, Hardware};
 use vmseal_api::host::Power;
-use vmseal_api::model::{Datastore, Task, Vm};
+use vmseal_api::model::{Datastore, Host, Task, Vm};
 use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
@@ -44,11 +44,17 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     };
     let datastore = datastore(server, options.datastore.as_deref()).await?;
     let image = image_of(&options)?;
+    if image.is_none() {
+        require_readable(server, &datastore, &image::place_of_debian()?).await?;
+    }
     if let Some((file, ImageFormat::Raw)) = &image
         && options.image == Path::new(DEBIAN)
     {
         require_firmware(file, hardware.firmware)?;
-        image::say_if_old(file, image::REBUILD);
+        match file.starts_with(images::SYSTEM) {
+            true => image::say_if_old(file, &images::by_root(image::REBUILD)),
+            false => image::say_if_old(file, image::REBUILD),
+        }
     }
     let is_there = image.is_some();
     let (image, format) = image.unzip();
@@ -164,6 +170,59 @@ async fn datastore(server: &ServerClient, given: Option<&str>) -> anyhow::Result
     }
 }
 
+/// Refuses to build an image in a directory that no host reads which could get the VM: the VM would be refused after the minutes that
+/// the image takes.
+async fn require_readable(
+    server: &ServerClient,
+    datastore: &str,
+    image: &Path,
+) -> anyhow::Result<()> {
+    let known: Vec<Datastore> = server.all("datastores").await?;
+    let hosts: Vec<Host> = server.all("hosts").await?;
+    let candidates = hosts_with(&known, datastore, &hosts);
+    match refusal_of_place(&candidates, image) {
+        None => Ok(()),
+        Some(refusal) => {
+            let unread = images::known(&images::directories()?)?.unread;
+            let unread: Vec<_> = unread.iter().map(|said| format!("; {said}")).collect();
+            Err(Ended::new(Exit::Usage, format!("{refusal}{}", unread.concat())).into())
+        }
+    }
+}
+
+/// The hosts that have a datastore, which is given by its name, `HOST:NAME` or its id.
+fn hosts_with<'a>(known: &[Datastore], datastore: &str, hosts: &'a [Host]) -> Vec<&'a Host> {
+    let (of_host, name) = match datastore.split_once(':') {
+        Some((host, name)) => (Some(host), name),
+        None => (None, datastore),
+    };
+    let meant = |it: &Datastore| it.name == name || it.id.to_string() == name;
+    let names = known.iter().filter(|it| meant(it)).flat_map(|it| it.hosts.iter());
+    let names: Vec<_> = names.map(|on| on.host.as_str()).collect();
+    let has = |host: &&Host| names.contains(&host.name.as_str());
+    hosts.iter().filter(has).filter(|host| of_host.is_none_or(|it| it == host.name)).collect()
+}
+
+/// Why none of these hosts would read a file, as far as they have said what they read: an agent of an earlier version says nothing.
+/// None where one may.
+fn refusal_of_place(hosts: &[&Host], file: &Path) -> Option<String> {
+    let read = |host: &Host| {
+        let described = host.description.as_ref();
+        described.map_or_else(Vec::new, |it| it.transfer_directories.clone())
+    };
+    let reads = |host: &&Host| {
+        let directories = read(host);
+        directories.is_empty() || directories.iter().any(|it| file.starts_with(it))
+    };
+    let host = hosts.first().filter(|_| !hosts.iter().any(reads))?;
+    Some(format!(
+        "--image: the image '{DEBIAN}' would be built as {}, which host '{}' does not read: it reads {}. Have root build it (sudo vmseal image build {DEBIAN}), and give this command again; or start the host's agent with --transfer-directory for the directory of your images, too",
+        file.display(),
+        host.name,
+        read(host).join(", ")
+    ))
+}
+
 /// The file to fill the disk from; none for Debian's where it must be built first.
 fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
     let image = &options.image;
@@ -176,8 +235,9 @@ fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> 
         return Ok(Some((std::path::absolute(image)?, format)));
     }
     let name = image.to_string_lossy();
-    let directory = images::directory()?;
-    if name == DEBIAN && !images::list(&directory)?.iter().any(|it| it.name == DEBIAN) {
+    let directories = images::directories()?;
+    let is_debian = |image: &images::Image| image.name == DEBIAN;
+    if name == DEBIAN && !images::known(&directories)?.images.iter().any(is_debian) {
         if options.disk_size < DEBIAN_SIZE {
             let message = format!(
                 "--disk-size: is {}, and the image '{DEBIAN}' has {}: make the disk larger",
@@ -188,7 +248,7 @@ fn image_of(options: &Launch) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> 
         }
         return Ok(None);
     }
-    images::find(&directory, &name).map(Some)
+    images::find(&directories, &name).map(Some)
 }
 
 /// What a file's name says of its format; its content could be a guest's.
@@ -245,5 +305,73 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
             let message = format!("interrupted; VM '{name}' goes on booting: vmseal vm ssh {name}");
             return Err(Ended::new(Exit::Interrupted, message).into());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn host(name: &str, reads: Option<&[&str]>) -> Host {
+        let description = reads.map(|reads| {
+            json!({
+                "contract": 1, "vmseal": "1",
+                "incarnation": "0190b5a0-0000-7000-8000-000000000001", "hostname": name,
+                "key_box": "", "accelerator": { "kind": "tcg", "reason": "" }, "qemu": "7.2", "cpus": 1,
+                "memory": 1, "aes_hardware": true, "run_dir": "/run", "weaknesses": [],
+                "transfer_directories": reads
+            })
+        });
+        let host = json!({
+            "id": "0190b5a0-0000-7000-8000-000000000002", "name": name, "address": "a:1",
+            "connection": "connected", "description": description
+        });
+        serde_json::from_value(host).unwrap()
+    }
+
+    #[test]
+    fn an_image_is_not_built_where_no_host_reads_it() {
+        let file = Path::new("/home/me/.cache/vmseal/images/debian.raw");
+        let usual = host("one", Some(&["/var/lib/vmseal/agent/transfer", images::SYSTEM]));
+        let all = host("two", Some(&["/"]));
+        let told_nothing = [host("old", Some(&[])), host("away", None)];
+        let refusal = refusal_of_place(&[&usual], file).unwrap();
+        for told in
+            ["/home/me/.cache", "host 'one'", images::SYSTEM, "sudo vmseal image build debian"]
+        {
+            assert!(refusal.contains(told), "{refusal}");
+        }
+        assert_eq!(refusal_of_place(&[&usual, &all], file), None);
+        assert_eq!(refusal_of_place(&[&usual], Path::new("/var/lib/vmseal/images/a.raw")), None);
+        // A directory is not the beginning of another one's name.
+        assert!(refusal_of_place(&[&usual], Path::new("/var/lib/vmseal/images2/a.raw")).is_some());
+        for host in &told_nothing {
+            assert_eq!(refusal_of_place(&[host], file), None, "{}", host.name);
+        }
+        assert_eq!(refusal_of_place(&[], file), None);
+    }
+
+    #[test]
+    fn the_hosts_of_a_datastore_are_found_by_each_of_its_names() {
+        let hosts = [host("one", None), host("two", None)];
+        let id = |last: u8| format!("0190b5a0-0000-7000-8000-00000000000{last}");
+        let known: Vec<Datastore> = [(3, "one"), (4, "two")]
+            .into_iter()
+            .map(|(last, host)| {
+                let place = json!({ "host": host, "location": { "kind": "dir", "path": "/d" } });
+                let known = json!({ "id": id(last), "name": "local", "hosts": [place] });
+                serde_json::from_value(known).unwrap()
+            })
+            .collect();
+        let found = |given: &str| {
+            let found = hosts_with(&known, given, &hosts).into_iter();
+            found.map(|host| host.name.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(found("local"), ["one", "two"]);
+        assert_eq!(found("two:local"), ["two"]);
+        assert_eq!(found(&id(3)), ["one"]);
+        assert!(found("other").is_empty());
     }
 }

@@ -158,3 +158,23 @@ fn report(hardening: Hardening) {
         tracing::warn!("core dumps of this process could not be disabled");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// Images with a name are read by an agent that nobody has told where: `vmseal vm launch --image debian` after `vmseal init`.
+    #[test]
+    fn an_agent_that_is_told_nothing_reads_its_own_directory_and_that_of_named_images() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = directory.path().join("agent");
+        let own = state.join("transfer");
+        let found = transfer_directories(&state, Vec::new()).unwrap();
+        assert_eq!(found, [own.clone(), PathBuf::from(images::SYSTEM)]);
+        assert_eq!(own.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+        let given = vec![PathBuf::from("/srv/in"), PathBuf::from("/srv/out")];
+        assert_eq!(transfer_directories(&state, given.clone()).unwrap(), given);
+    }
+}

@@ -531,7 +531,7 @@ pub(super) fn same_processor(
     let both = here.processor.as_ref().zip(there.processor.as_ref()).filter(|_| of_host);
     match both.and_then(|(here, there)| here.missing_on(there)) {
         Some(why) => Err(format!(
-            "{why}. Give the VM a policy with a processor model by name that both hosts have (vmseal policy create --cpu-model, vmseal vm set --policy) and restart it"
+            "{why}. Give the VM a processor model by name that both hosts have: by a policy with that model (vmseal policy create --cpu-model), while the VM is off (vmseal vm stop, vmseal vm set --policy, vmseal vm start)"
         )),
         None => Ok(()),
     }

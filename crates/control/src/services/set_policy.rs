@@ -42,7 +42,7 @@ pub(super) enum Need {
     /// Its disks have other replicas, or none.
     Replica,
     /// It has another processor model.
-    CpuModel { now: Option<String>, wanted: String },
+    CpuModel { vm: String, now: Option<String>, wanted: String },
     /// A disk of it, or the replica of one, goes over connections that are not encrypted.
     Messenger { part: DiskPart, pool: String },
     /// A disk of it, or the replica of one, is not on encrypted OSDs.
@@ -105,10 +105,10 @@ impl fmt::Display for Need {
             Self::Replica => {
                 f.write_str("its disks keep the replicas, or none, that they were made with")
             }
-            Self::CpuModel { now, wanted } => write!(
+            Self::CpuModel { vm, now, wanted } => write!(
                 f,
-                "its processor model is {}, and would have to be {wanted}, which a guest would take for another machine. Keep the policy, or make the VM anew: vmseal disk export, vmseal vm create",
-                now.as_deref().unwrap_or("the default one")
+                "its processor model is {}, and would have to be {wanted}. It gets another one with another policy, while it is off: vmseal vm set {vm} --policy NAME",
+                model_name(now.as_deref())
             ),
             Self::Messenger { part, pool } => {
                 let (what, moved) = (part.of_vm(), if_moved(part));
@@ -135,6 +135,11 @@ impl fmt::Display for Need {
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
         }
     }
+}
+
+/// How the processor model of a VM is called, also where it has none by name.
+pub(super) fn model_name(model: Option<&str>) -> &str {
+    model.unwrap_or("the default one")
 }
 
 /// That the move of a disk meets what its policy asks of connections. A replica does not move.
@@ -191,7 +196,8 @@ pub(super) fn needs(
     if let Some(wanted) =
         after.cpu_model.clone().filter(|_| vm.hardware.cpu_model != after.cpu_model)
     {
-        needs.push(Need::CpuModel { now: vm.hardware.cpu_model.clone(), wanted });
+        let (vm, now) = (vm.name.clone(), vm.hardware.cpu_model.clone());
+        needs.push(Need::CpuModel { vm, now, wanted });
     }
     if let Some((place, pool)) = after.open_connection(disks) {
         needs.push(Need::Messenger { part: place.part(), pool: pool.pool.clone() });

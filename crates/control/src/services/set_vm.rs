@@ -17,12 +17,12 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
-use super::set_policy::{Need, layout_of, needs, osds_of, redundancy_of};
+use super::set_policy::{Need, layout_of, model_name, needs, osds_of, redundancy_of};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
-use super::{Outcome, Services, features, room};
+use super::{Outcome, Services, features, room, saved_memory};
 use crate::store::events::NewEvent;
-use crate::store::{disks, nics, policies, tasks, vms};
+use crate::store::{disks, nics, policies, snapshots, tasks, vms};
 
 /// Changes a VM.
 pub async fn set(
@@ -45,6 +45,7 @@ pub async fn set(
     }
     // No transaction is held during a call to a host.
     examine(services, &found, &request).await?;
+    examine_model(services, &found, &request).await?;
     let unchanged = services.hosts.lock(id).await;
     let mut write = services.store.write().await?;
     let before = vms::get(&mut write, id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
@@ -60,32 +61,7 @@ pub async fn set(
     check_boot(&mut write, &before, &after, runs).await?;
     let mut steps = told(&before, &after, runs);
     if let Some(wanted) = &request.policy {
-        let field = || Some("policy".to_owned());
-        let policy = policies::find(&mut write, wanted).await?;
-        let policy = policy
-            .ok_or_else(|| Problem { field: field(), ..Problem::not_found("policy", wanted) })?;
-        let old = policies::find(&mut write, &before.policy.to_string()).await?;
-        let known = disks::of_vm(&mut write, id).await?;
-        if let Some(old) = old.filter(|old| old.id != policy.id) {
-            let mut needs = needs(&old, &policy, &before, &known, runs);
-            needs.extend(osds_of(&mut write, &policy, &known).await?);
-            needs.extend(redundancy_of(&mut write, &policy, &before, &known).await?);
-            if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
-                let detail = format!("policy '{}' asks for something else: {need}", policy.name);
-                return Err(Problem {
-                    field: field(),
-                    ..Problem::new(ErrorCode::WrongState, detail)
-                });
-            }
-            for disk in known.iter().filter(|disk| disk.role.is_data()) {
-                disks::set_settings(&mut write, disk.id, policy.limits, policy.cache).await?;
-            }
-            steps.push(format!("set policy to {}", policy.name));
-            steps.extend(needs.iter().map(Need::to_string));
-            let layout = layout_of(&mut write, &policy, &before, &known).await?;
-            steps.extend(layout.as_ref().map(Need::to_string));
-        }
-        (after.policy, after.policy_name) = (policy.id, policy.name);
+        steps.extend(give_policy(services, &mut write, &before, wanted, &mut after).await?);
     }
     vms::set(&mut write, &after).await?;
     if dry_run {
@@ -126,6 +102,93 @@ pub async fn set(
         services.hosts.until_shown(after.host, &state).await;
     }
     super::vms::show(services, caller, &id.to_string()).await.map(Outcome::Done)
+}
+
+/// Gives a VM another policy, where it can have that; and what is told of it.
+async fn give_policy(
+    services: &Services,
+    write: &mut sqlx::SqliteConnection,
+    before: &vms::Vm,
+    wanted: &str,
+    after: &mut vms::Vm,
+) -> Result<Vec<String>, Problem> {
+    let field = || Some("policy".to_owned());
+    let policy = policies::find(write, wanted).await?;
+    let policy =
+        policy.ok_or_else(|| Problem { field: field(), ..Problem::not_found("policy", wanted) })?;
+    let old = policies::find(write, &before.policy.to_string()).await?;
+    let mut steps = Vec::new();
+    if let Some(old) = old.filter(|old| old.id != policy.id) {
+        let known = disks::of_vm(write, before.id).await?;
+        let power = services.hosts.view(before.host).vm(before.id).map(|seen| seen.power);
+        let runs = power.is_some_and(|power| power != Power::Off);
+        let mut needs = needs(&old, &policy, before, &known, runs);
+        needs.extend(osds_of(write, &policy, &known).await?);
+        needs.extend(redundancy_of(write, &policy, before, &known).await?);
+        // A VM that is off gets the model of its new policy.
+        needs.retain(|need| !matches!(need, Need::CpuModel { .. }));
+        if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
+            let detail = format!("policy '{}' asks for something else: {need}", policy.name);
+            return Err(Problem { field: field(), ..Problem::new(ErrorCode::WrongState, detail) });
+        }
+        steps.push(format!("set policy to {}", policy.name));
+        if let Some(model) = other_model(&policy, before) {
+            require_no_processor_in_use(write, before, power, &policy.name, model).await?;
+            let now = model_name(before.hardware.cpu_model.as_deref());
+            steps.push(format!("set cpu-model to {model}, in place of {now}"));
+            after.hardware.cpu_model = Some(model.to_owned());
+        }
+        for disk in known.iter().filter(|disk| disk.role.is_data()) {
+            disks::set_settings(write, disk.id, policy.limits, policy.cache).await?;
+        }
+        steps.extend(needs.iter().map(Need::to_string));
+        let layout = layout_of(write, &policy, before, &known).await?;
+        steps.extend(layout.as_ref().map(Need::to_string));
+    }
+    (after.policy, after.policy_name) = (policy.id, policy.name);
+    Ok(steps)
+}
+
+/// The processor model that a VM gets with this policy, where it has another one.
+fn other_model<'a>(policy: &'a policies::Policy, vm: &vms::Vm) -> Option<&'a str> {
+    let wanted = policy.cpu_model.as_deref().filter(|_| policy.id != vm.policy)?;
+    (vm.hardware.cpu_model.as_deref() != Some(wanted)).then_some(wanted)
+}
+
+/// Refuses another processor model where a guest has the one that the VM has now: one that runs, and one whose memory was saved. What
+/// is checked before a VM goes to another host is the model in the inventory, which has to be that of the guest.
+async fn require_no_processor_in_use(
+    write: &mut sqlx::SqliteConnection,
+    vm: &vms::Vm,
+    power: Option<Power>,
+    policy: &str,
+    model: &str,
+) -> Result<(), Problem> {
+    let name = &vm.name;
+    let refused = |why: String| {
+        let detail = format!("policy '{policy}' has the processor model {model}, and {why}");
+        let field = Some("policy".to_owned());
+        Err(Problem { field, ..Problem::new(ErrorCode::WrongState, detail) })
+    };
+    match power {
+        Some(Power::Off) => {}
+        Some(Power::Suspended) => return refused(saved_memory::refusal(vm).detail),
+        _ => {
+            return refused(format!(
+                "VM '{name}' has {} until it is off: stop it first (vmseal vm stop {name})",
+                model_name(vm.hardware.cpu_model.as_deref())
+            ));
+        }
+    }
+    let kept = snapshots::of_vm(write, vm.id).await?.into_iter().find(|it| it.memory);
+    match kept {
+        None => Ok(()),
+        Some(snapshot) => refused(format!(
+            "snapshot '{0}' of VM '{name}' keeps memory, which goes on with {1} alone: delete it first (vmseal snapshot delete {name} {0})",
+            snapshot.name,
+            model_name(vm.hardware.cpu_model.as_deref())
+        )),
+    }
 }
 
 /// What users say of a VM that its descriptors have.
@@ -270,6 +333,21 @@ fn machine(before: &vms::Vm, request: &SetVm) -> Hardware {
     hardware.on_crash = request.on_crash.unwrap_or(hardware.on_crash);
     hardware.crash_dump_format = request.crash_dump_format.or(hardware.crash_dump_format);
     hardware
+}
+
+/// Asks the VM's host whether it knows the processor model of another policy.
+async fn examine_model(services: &Services, vm: &vms::Vm, request: &SetVm) -> Result<(), Problem> {
+    let Some(wanted) = &request.policy else { return Ok(()) };
+    let policy = policies::find(&mut *services.store.read().await?, wanted).await?;
+    let model = policy.as_ref().and_then(|policy| other_model(policy, vm));
+    let Some(model) = model else { return Ok(()) };
+    let asked = Hardware { cpu_model: Some(model.to_owned()), ..Hardware::default() };
+    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked).await;
+    examined.map_err(|problem| Problem {
+        field: Some("policy".to_owned()),
+        detail: format!("'{wanted}' gives VMs the processor model '{model}': {}", problem.detail),
+        ..problem
+    })
 }
 
 /// Asks the VM's host whether it has what is to be in the drive, and can start the VM in such an order.

@@ -321,8 +321,58 @@ async fn vms_have_the_processor_model_of_their_policy() {
     let moved = json!({ "policy": "plain" });
     assert_eq!(api.patch("vms/web", moved).await.body["policy"], "plain");
     assert_eq!(api.patch("policies/model", json!({ "cpu_model": "host" })).await.status, 200);
-    let back = api.patch("vms/web", json!({ "policy": "model" })).await;
-    assert!(back.assert_problem(409, "wrong-state").body["detail"].to_string().contains("max"));
+    let back = json!({ "policy": "model" });
+    let planned = api.raw(Method::PATCH, "vms/web?dry_run=true", back.to_string()).await;
+    let steps = planned.body["steps"].to_string();
+    assert!(steps.contains("set cpu-model to host, in place of max"), "{}", planned.body);
+    let model = async || api.get("vms/web").await.body["hardware"]["cpu_model"].clone();
+    assert_eq!(model().await, "max");
+    let given = api.patch("vms/web", back).await;
+    assert_eq!((given.status.as_u16(), &given.body["policy"]), (200, &json!("model")));
+    assert_eq!(model().await, "host");
+    // A policy without a model leaves the one that is there.
+    api.patch("vms/web", json!({ "policy": "plain" })).await;
+    assert_eq!(model().await, "host");
+}
+
+/// A guest goes on with the processor that it has: another model is for a VM that is off, and of which no memory is kept.
+#[tokio::test]
+async fn the_processor_model_of_a_guest_does_not_change_under_it() {
+    let api = Api::new().await;
+    for (name, model) in [("named", "max"), ("lacked", "missing")] {
+        let policy = json!({ "name": name, "encryption": true, "cpu_model": model });
+        assert_eq!(api.post("policies", policy).await.body["cpu_model"], model);
+    }
+    api.running().await;
+    let named = json!({ "policy": "named" });
+    let refused = async |why: &str| {
+        let refused = api.patch("vms/web", named.clone()).await;
+        let body = &refused.assert_problem(409, "wrong-state").body;
+        assert!(body["detail"].to_string().contains(why), "{why}: {body}");
+        assert_eq!(body["field"], "policy", "{why}");
+        assert!(api.get("vms/web").await.body["hardware"]["cpu_model"].is_null(), "{why}");
+    };
+    let power = async || api.get("vms/web").await.body["power"].clone();
+    refused("vmseal vm stop web").await;
+    let snapshot = json!({ "name": "kept", "memory": true });
+    api.done(api.post("vms/web/snapshots", snapshot).await).await;
+    api.done(api.post("vms/web/suspend", json!({})).await).await;
+    assert_eq!(power().await, "suspended");
+    refused("vmseal vm resume web").await;
+    api.done(api.post("vms/web/resume", json!({})).await).await;
+    api.done(api.post("vms/web/stop", json!({ "force": true })).await).await;
+    assert_eq!(power().await, "off");
+    refused("vmseal snapshot delete web kept").await;
+    api.done(api.delete("vms/web/snapshots/kept").await).await;
+    // The host of the VM has to know it.
+    let lacked = api.patch("vms/web", json!({ "policy": "lacked" })).await;
+    assert_eq!(lacked.body["field"], "policy", "{}", lacked.body);
+    assert!(lacked.body["detail"].to_string().contains("no processor model 'missing'"));
+    assert_eq!(api.patch("vms/web", named).await.status, 200);
+    api.done(api.post("vms/web/start", Value::Null).await).await;
+    let vm = api.get("vms/web").await.body["id"].as_str().unwrap().parse().unwrap();
+    let runs_with = api.fixture.agent.runs_with(vm).unwrap();
+    assert_eq!(runs_with.hardware.cpu_model.as_deref(), Some("max"));
 }
 
 /// A disk that its VM lacks is no disk like the others.
