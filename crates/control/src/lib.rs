@@ -31,6 +31,7 @@ pub mod remotes;
 pub mod retention;
 pub mod services;
 pub mod setup;
+mod stalls;
 pub mod store;
 mod task_alarms;
 pub mod tasks;

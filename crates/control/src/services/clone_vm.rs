@@ -21,6 +21,7 @@ use super::{
     Outcome, Services, cloud_init, features, hardware, image_layouts, room, temporary_snapshot,
 };
 use crate::operation::{Copies, Operation, Temporary};
+use crate::stalls;
 use crate::store::disks::{self, Disk};
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
@@ -91,6 +92,7 @@ pub async fn clone(
     let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
     made.extend(hardware::tpm(&origin.hardware, &made));
     image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
+    stalls::require(&services.hosts, (origin.host, &origin.host_name), &policy)?;
     let cards = nics::of_vm(&mut write, origin.id).await?;
     let cards = super::nics::place_alike(&mut write, cards).await?;
     let vm = vms::Vm {
