@@ -25,6 +25,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("key", &["key_file"]),
     ("limits.bandwidth", &["bandwidth"]),
     ("limits.iops", &["iops"]),
+    ("limits.stall_timeout", &["on_stall"]),
     ("location", &["path"]),
     ("location.path", &["path"]),
     ("name", &["name", "bitmap"]),
@@ -468,6 +469,7 @@ mod tests {
         let policy = "vmseal policy create p --plain";
         for (field, option) in [
             ("limits.iops", "--iops"),
+            ("limits.stall_timeout", "--on-stall"),
             ("replica.datastore", "--replicate-to"),
             ("cache", "--cache"),
         ] {

@@ -11,6 +11,7 @@
 //! | [`operation`], [`tasks`] | durable tasks |
 //! | `task_alarms` | alarms about tasks that need an operator |
 //! | `osds` | whether disks are on encrypted OSDs |
+//! | `stalls` | which agents have requests fail that storage does not answer |
 //! | [`backup`] | backups of the server itself |
 //! | [`retention`] | the deletion of old events |
 //! | [`services`] | one function for each operation, with its caller and its privilege |
@@ -31,6 +32,7 @@ pub mod remotes;
 pub mod retention;
 pub mod services;
 pub mod setup;
+mod stalls;
 pub mod store;
 mod task_alarms;
 pub mod tasks;

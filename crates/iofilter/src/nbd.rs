@@ -225,6 +225,7 @@ pub fn number(error: IoError) -> u32 {
         | IoError::Truncated
         | IoError::Lost
         | IoError::Disconnected
+        | IoError::Stalled
         | IoError::Device(_)
         | IoError::Cipher
         | IoError::Damaged

@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use vmseal_api::filter::{
     BackendSpec, BackingSpec, BesideSpec, Budget, CacheSpec, ConvertSpec, Direct, DiskConfig,
     ExportSpec, FilterSpec, FrontEndSpec, Handle, Holes, ImportSpec, LimitSpec, MergeSpec,
-    MirrorSpec, ReplicateSpec, SERIAL_MAX, StackSpec, TargetFormat,
+    MirrorSpec, ReplicateSpec, SERIAL_MAX, StackSpec, StallSpec, TargetFormat,
 };
 use vmseal_api::host::DiskLimits;
 use vmseal_api::id::DiskId;
@@ -368,11 +368,18 @@ impl Work {
     /// The limits that delay requests, if there are any.
     fn limit(&self) -> Option<LimitSpec> {
         let Self::Serve { limits, .. } = self else { return None };
-        if *limits == DiskLimits::default() {
+        if limits.iops.is_none() && limits.bandwidth.is_none() {
             return None;
         }
         let budget = |per_second: u64| Budget { per_second, burst: per_second.div_ceil(10) };
         Some(LimitSpec { requests: limits.iops.map(budget), bytes: limits.bandwidth.map(budget) })
+    }
+
+    /// What has requests fail that storage does not answer, if the disk's limits say so.
+    fn stall(&self) -> Option<StallSpec> {
+        let Self::Serve { limits, .. } = self else { return None };
+        let seconds = limits.stall_timeout?;
+        Some(StallSpec { milliseconds: u64::from(seconds) * 1000 })
     }
 
     /// The read cache, if there is one.
@@ -441,6 +448,8 @@ impl Disk {
         // The limit is above encryption, so that delayed requests are not encrypted yet. The cache is below
         // it, so that it holds ciphertext.
         let chain = self.work.limit().map(FilterSpec::Limit).into_iter();
+        // Below the limit, as what that keeps back is not in storage.
+        let chain = chain.chain(self.work.stall().map(FilterSpec::Stall));
         // Above encryption, as the copy has a key of its own or none.
         let mirror = self.mirror.as_ref();
         let mirror_stays = mirror.is_some_and(|it| matches!(it.to, CopyPlace::OtherHost { .. }));

@@ -408,6 +408,20 @@ impl Snapshot {
         )
     }
 
+    /// Requests that failed as storage did not answer.
+    fn stalled(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
+        let of_stalls = |name: &'static str| {
+            self.disks().filter_map(move |(labels, disk)| {
+                let stall = disk.layers.iter().find(|layer| layer.kind == "stall")?;
+                Some((labels, stall.counters.get(name).copied().unwrap_or_default()))
+            })
+        };
+        let what = "How often requests of a disk began to fail, as storage did not answer.";
+        counters(to, ("vmseal_disk_stalls", what), of_stalls("stalls"))?;
+        let what = "Requests that failed as storage did not answer.";
+        counters(to, ("vmseal_disk_stalled_requests", what), of_stalls("failed_requests"))
+    }
+
     /// The state of replicas. A replica that was never complete has no lag.
     fn replicated(&self, to: &mut DescriptorEncoder<'_>) -> Encoded {
         let replicas = || {
@@ -503,6 +517,7 @@ impl Collector for Snapshot {
         self.network(&mut to)?;
         self.requests(&mut to)?;
         self.held(&mut to)?;
+        self.stalled(&mut to)?;
         self.cached(&mut to)?;
         self.replicated(&mut to)?;
         self.latencies(&mut to)
@@ -539,6 +554,7 @@ mod tests {
             }),
             layers: vec![
                 layer("limit", &[("held_requests", 5), ("held_nanoseconds", 500_000_000)]),
+                layer("stall", &[("stalls", 1), ("failed_requests", 6)]),
                 layer("cache", &[("hit_requests", 7), ("evicted_blocks", 9)]),
                 layer("replicate", &[("copied_bytes", 11)]),
             ],
@@ -575,6 +591,8 @@ mod tests {
             format!("vmseal_disk_errors_total{{{of}}} 0"),
             format!("vmseal_disk_cipher_cpu_seconds_total{{{of},work=\"decrypt\"}} 1.5"),
             format!("vmseal_disk_held_requests_total{{{of}}} 5"),
+            format!("vmseal_disk_stalls_total{{{of}}} 1"),
+            format!("vmseal_disk_stalled_requests_total{{{of}}} 6"),
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"hit\"}} 7"),
             format!("vmseal_disk_cache_reads_total{{{of},outcome=\"missed\"}} 0"),
             format!("vmseal_disk_cache_blocks_total{{{of},event=\"evicted\"}} 9"),

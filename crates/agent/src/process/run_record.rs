@@ -322,6 +322,8 @@ struct Limits {
     iops: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     bandwidth: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    stall_timeout: Option<u32>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -541,7 +543,7 @@ impl From<&DiskSpec> for Disk {
             encrypted,
             role,
             allocation,
-            limits: DiskLimits { iops, bandwidth },
+            limits: DiskLimits { iops, bandwidth, stall_timeout },
             cache,
             replica,
             facts,
@@ -562,7 +564,7 @@ impl From<&DiskSpec> for Disk {
                 Allocation::Thin => Room::Thin,
                 Allocation::Preallocated => Room::Preallocated,
             },
-            limits: Limits { iops: *iops, bandwidth: *bandwidth },
+            limits: Limits { iops: *iops, bandwidth: *bandwidth, stall_timeout: *stall_timeout },
             cache: *cache,
             replica: replica.as_ref().map(|ReplicaPlace { datastore, bytes_per_second }| Replica {
                 datastore: datastore.into(),
@@ -575,7 +577,7 @@ impl From<&DiskSpec> for Disk {
 
 impl From<Disk> for DiskSpec {
     fn from(disk: Disk) -> Self {
-        let Limits { iops, bandwidth } = disk.limits;
+        let Limits { iops, bandwidth, stall_timeout } = disk.limits;
         Self {
             disk: disk.disk,
             name: disk.name,
@@ -592,7 +594,7 @@ impl From<Disk> for DiskSpec {
                 Room::Thin => Allocation::Thin,
                 Room::Preallocated => Allocation::Preallocated,
             },
-            limits: DiskLimits { iops, bandwidth },
+            limits: DiskLimits { iops, bandwidth, stall_timeout },
             cache: disk.cache,
             replica: disk.replica.map(|Replica { datastore, bytes_per_second }| ReplicaPlace {
                 datastore: datastore.into(),

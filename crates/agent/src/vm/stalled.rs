@@ -1,4 +1,4 @@
-//! Disks whose storage does not end what their guest has asked: the guest waits, and nothing fails.
+//! Disks whose storage does not end what their guest has asked: the guest waits, or requests of the disk fail, as its policy says.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,27 +25,28 @@ impl Stalled {
         most: Duration,
         now: Timestamp,
     ) -> Vec<Notice> {
-        let age = |disk: &DiskId| {
-            let told = status.disks.iter().find(|told| told.disk == *disk);
-            let age = Duration::from_millis(told?.oldest_milliseconds?);
-            (age >= most).then_some(age)
+        let stalls = |disk: &DiskId| {
+            let told = status.disks.iter().find(|told| told.disk == *disk)?;
+            let age = Duration::from_millis(told.oldest_milliseconds?);
+            // What fails is told however short the time is after which it does.
+            (age >= most || told.fails).then_some((age, told.fails))
         };
         // One that goes on to stall keeps its time, whichever request is the oldest by now.
-        self.0.retain(|disk, _| age(disk).is_some());
+        self.0.retain(|disk, _| stalls(disk).is_some());
         let mut notices = Vec::new();
         for disk in spec.disks() {
-            let Some(age) = age(&disk.disk) else { continue };
+            let Some((age, fails)) = stalls(&disk.disk) else { continue };
             let age = SignedDuration::try_from(age).unwrap_or(SignedDuration::MAX);
             let began = now.checked_sub(age).unwrap_or(Timestamp::MIN);
             let since = *self.0.entry(disk.disk).or_insert(began);
-            let detail = detail(disk, since);
+            let detail = detail(disk, since, fails);
             notices.push(Notice { code: NoticeCode::DiskStalled, disk: Some(disk.disk), detail });
         }
         notices
     }
 }
 
-fn detail(disk: &DiskSpec, since: Timestamp) -> String {
+fn detail(disk: &DiskSpec, since: Timestamp, fails: bool) -> String {
     let location = &disk.datastore.location;
     let path = location.path().display();
     let look = match location {
@@ -57,8 +58,19 @@ fn detail(disk: &DiskSpec, since: Timestamp) -> String {
             pool.pool
         ),
     };
+    let (meanwhile, then) = if fails {
+        (
+            "Requests of the disk fail, as its policy says; a write that has failed may be done or not",
+            "When the datastore has answered all that it was given, the disk serves again by itself; see in the guest what it has made of the errors",
+        )
+    } else {
+        (
+            "The guest waits; nothing fails, and nothing is lost",
+            "When the request ends, the guest goes on by itself",
+        )
+    };
     format!(
-        "the datastore of disk '{}' ({path}) has not ended a request of the guest since {since:.0}. The guest waits; nothing fails, and nothing is lost. {look}. When the request ends, the guest goes on by itself",
+        "the datastore of disk '{}' ({path}) has not ended a request of the guest since {since:.0}. {meanwhile}. {look}. {then}",
         disk.name
     )
 }
@@ -97,6 +109,7 @@ mod tests {
             state: DiskActivity::Connected,
             driver: None,
             oldest_milliseconds,
+            fails: false,
             counters: DiskCounters::default(),
             last_error: None,
             bitmaps: Vec::new(),
@@ -124,6 +137,11 @@ mod tests {
         spec.devices = ["root", "data"].map(|name| Device::Disk(disk(name))).into();
         let mut stalled = Stalled::default();
         let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+        // Requests of the first one fail, after a time of its own.
+        let mut failing = status(&spec, [Some(6000), None]);
+        failing.disks[0].fails = true;
+        let told = Stalled::default().notices(&spec, &failing, DISK_STALL, start);
+        assert!(told.len() == 1 && told[0].detail.contains("of the disk fail"), "{told:?}");
         let mut at = |seconds: i64, ages| {
             let now = start + SignedDuration::from_secs(seconds);
             stalled.notices(&spec, &status(&spec, ages), DISK_STALL, now)

@@ -265,6 +265,9 @@ pub struct DiskStatus {
     /// it back. None while none is in flight; a filter of an earlier vmseal does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oldest_milliseconds: Option<u64>,
+    /// Whether its requests fail, as storage has not answered one for too long. Then the oldest one is that which storage has.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fails: bool,
     /// Its counters since the process started.
     pub counters: DiskCounters,
     /// The last error of the datastore that the guest got, and what to do about it; the disk continues.

@@ -160,6 +160,8 @@ pub enum FilterSpec {
     /// Reads go to the guest's memory when they are decrypted, and not before: above encryption, for a disk whose DEK others
     /// have as well.
     Bounce {},
+    /// Has requests fail while storage does not answer. Below limits alone, and above all else.
+    Stall(StallSpec),
     /// Limits requests and bytes a second, of all queues together.
     Limit(LimitSpec),
     /// Delays requests: for tests and drills.
@@ -271,6 +273,14 @@ pub fn check_caches(caches: impl IntoIterator<Item = Option<u64>>) -> Result<(),
         }
     }
     Ok(())
+}
+
+/// When requests fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StallSpec {
+    /// For how long storage may have a request before all of the disk's fail, in milliseconds; at least 1.
+    pub milliseconds: u64,
 }
 
 /// The limits of a disk. At least one of the two is given.

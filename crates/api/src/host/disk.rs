@@ -113,6 +113,16 @@ pub enum Allocation {
 /// booting guest seems to hang.
 pub const BANDWIDTH_MIN: u64 = 64 * 1024;
 
+/// The least time after which requests of a disk fail that storage does not answer, in seconds: a device that tries again, and a network
+/// that is interrupted for a moment, take that long.
+pub const STALL_TIMEOUT_MIN: u32 = 5;
+
+/// The longest one, in seconds: a guest that waits for an hour may as well wait without end.
+pub const STALL_TIMEOUT_MAX: u32 = 3600;
+
+/// The usual one, in seconds: three times what a cluster of Ceph takes to find out that an OSD is dead (`osd_heartbeat_grace`).
+pub const STALL_TIMEOUT: u32 = 60;
+
 /// What a guest may use of a disk; none means that it is not limited. After a pause, a tenth of a second's
 /// worth goes at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +135,10 @@ pub struct DiskLimits {
     /// Bytes read and written a second, from 64 KiB to 1 TiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
+    /// After how many seconds without an answer of storage requests of the disk fail, from 5 to 3600. They fail until storage has answered
+    /// all that it was given. None: they wait without end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall_timeout: Option<u32>,
 }
 
 impl DiskLimits {
@@ -147,6 +161,13 @@ impl DiskLimits {
                 Size(LIMIT_MAX)
             );
             return Err(("limits.bandwidth", what));
+        }
+        let allowed = STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX;
+        if let Some(timeout) = self.stall_timeout.filter(|timeout| !allowed.contains(timeout)) {
+            let what = format!(
+                "is {timeout}: it must be {STALL_TIMEOUT_MIN} to {STALL_TIMEOUT_MAX} seconds"
+            );
+            return Err(("limits.stall_timeout", what));
         }
         Ok(())
     }
@@ -215,7 +236,12 @@ mod tests {
 
     #[test]
     fn a_refused_limit_is_said_as_it_was_understood() {
-        let limits = |iops, bandwidth| DiskLimits { iops, bandwidth }.check();
+        let limits = |iops, bandwidth| DiskLimits { iops, bandwidth, stall_timeout: None }.check();
+        for (seconds, good) in [(4, false), (5, true), (3600, true), (3601, false), (0, false)] {
+            let limits = DiskLimits { stall_timeout: Some(seconds), ..DiskLimits::default() };
+            let refused = limits.check().err().map(|(field, _)| field);
+            assert_eq!(refused, (!good).then_some("limits.stall_timeout"), "{seconds}");
+        }
         assert_eq!(limits(None, None), Ok(()));
         assert_eq!(limits(Some(LIMIT_MAX), Some(BANDWIDTH_MIN)), Ok(()));
         for (iops, bandwidth, field, said) in [

@@ -100,7 +100,7 @@ pub use self::change::VmChange;
 pub use self::description::HostDescription;
 pub use self::disk::{
     Allocation, Attachment, BANDWIDTH_MIN, DiskFacts, DiskLimits, DiskRole, DiskSpec, HEADER_AREA,
-    IN_PLACE_ROOM, ImageSource, NewDisk,
+    IN_PLACE_ROOM, ImageSource, NewDisk, STALL_TIMEOUT, STALL_TIMEOUT_MAX, STALL_TIMEOUT_MIN,
 };
 pub use self::fence::Fence;
 pub use self::job::{

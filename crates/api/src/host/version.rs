@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 77] = [
+pub const FEATURES: [&str; 78] = [
     "job-create",
     "job-export",
     NICS,
@@ -102,6 +102,7 @@ pub const FEATURES: [&str; 77] = [
     MIGRATE_SHARED_TPM,
     FENCE_VMS,
     POOL_WAYS,
+    STALLS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -321,6 +322,9 @@ pub const TRY_POOL_KEYS: &str = "try-pool-keys";
 
 /// The feature of agents that mount a pool of Ceph by the latest way that they were told, say by which one it is mounted, and try others.
 pub const POOL_WAYS: &str = "pool-ways";
+
+/// The feature of agents that have requests of a disk fail which storage does not answer, where its limits say so.
+pub const STALLS: &str = "stalls";
 
 /// The feature of agents that cut images in pools of Ceph into objects as a VM's policy asks.
 pub const IMAGE_LAYOUTS: &str = "image-layouts";

@@ -80,6 +80,9 @@ pub struct SetPolicy {
     /// Bytes a second that guests may have of each disk; 0 is no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<u64>,
+    /// After how many seconds without an answer of storage requests of each disk fail; 0: they wait without end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall_timeout: Option<u32>,
     /// What filters keep in memory of each disk, in bytes; 0 is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<u64>,

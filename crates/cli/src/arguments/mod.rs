@@ -55,7 +55,7 @@ pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::{Ceph, CephDown, CephPool, Lab};
 pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
-pub use self::policy::{ANY_DOMAIN, Policy, SetPolicy};
+pub use self::policy::{ANY_DOMAIN, OnStall, Policy, SetPolicy};
 pub use self::prove::Prove;
 pub use self::provider::Provider;
 pub use self::remote::Remote;

@@ -6,6 +6,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::failure_domain::FailureDomain;
+use vmseal_api::host::{STALL_TIMEOUT, STALL_TIMEOUT_MAX, STALL_TIMEOUT_MIN};
 use vmseal_api::model;
 use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::redundancy::Redundancy;
@@ -46,6 +47,10 @@ pub enum Policy {
         /// Bandwidth limit per disk, in bytes per second, such as 200MiB
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         bandwidth: Option<u64>,
+        /// When a datastore does not answer, have guests wait (`wait`), or requests of the disk fail (`error`) after 60s or the time given,
+        /// 5s to 1h, until it has answered all that it was given [default: wait]
+        #[arg(long, value_name = "wait|error[,DURATION]", value_parser = on_stall)]
+        on_stall: Option<OnStall>,
         /// Read cache per disk, in locked memory of the host: a multiple of 1MiB, at most 256MiB for all disks of a
         /// VM
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
@@ -112,6 +117,26 @@ fn messenger(text: &str) -> Result<Messenger, String> {
     }
 }
 
+/// After how many seconds without an answer of the datastore requests fail; none: guests wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OnStall(pub Option<u32>);
+
+fn on_stall(text: &str) -> Result<OnStall, String> {
+    let time = match text.split_once(',') {
+        None if text == "wait" => return Ok(OnStall(None)),
+        None if text == "error" => return Ok(OnStall(Some(STALL_TIMEOUT))),
+        Some(("error", time)) => duration(time)?,
+        _ => return Err("it is 'wait', 'error', or 'error,2m'".to_owned()),
+    };
+    let seconds = u32::try_from(time.as_secs()).ok().filter(|_| time.subsec_nanos() == 0);
+    seconds
+        .filter(|seconds| (STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX).contains(seconds))
+        .map(|seconds| OnStall(Some(seconds)))
+        .ok_or_else(|| {
+            format!("the time must be {STALL_TIMEOUT_MIN} to {STALL_TIMEOUT_MAX} whole seconds")
+        })
+}
+
 /// What stands for any failure domain.
 pub const ANY_DOMAIN: &str = "any";
 
@@ -156,6 +181,9 @@ pub struct SetPolicy {
     /// Bandwidth limit per disk, in bytes per second, such as 200MiB; 0 is none
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
     pub bandwidth: Option<u64>,
+    /// When a datastore does not answer, have guests wait (`wait`), or requests of the disk fail (`error`) after 60s or the time given
+    #[arg(long, value_name = "wait|error[,DURATION]", value_parser = on_stall, group = "change")]
+    pub on_stall: Option<OnStall>,
     /// Read cache per disk; 0 is none
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "change")]
     pub cache: Option<u64>,
@@ -197,4 +225,28 @@ pub struct SetPolicy {
     pub stripe_count: Option<u32>,
     #[command(flatten)]
     pub dry_run: DryRun,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_stalls_waits_or_fails_after_a_time_within_limits() {
+        for (text, expected) in [
+            ("wait", Some(None)),
+            ("error", Some(Some(60))),
+            ("error,5", Some(Some(5))),
+            ("error,1h", Some(Some(3600))),
+            ("error,4s", None),
+            ("error,2h", None),
+            ("error,5500ms", None),
+            ("error,", None),
+            ("wait,5s", None),
+            ("report", None),
+        ] {
+            let parsed = on_stall(text).ok().map(|OnStall(seconds)| seconds);
+            assert_eq!(parsed, expected, "{text}");
+        }
+    }
 }

@@ -11,7 +11,7 @@ use vmseal_api::replica::REPLICA_RATE;
 use vmseal_api::request::{AddPolicy, SetPolicy};
 
 use super::list;
-use crate::arguments::{self, Output};
+use crate::arguments::{self, OnStall, Output};
 use crate::print::{self, plan};
 
 pub async fn run(
@@ -33,6 +33,7 @@ pub async fn run(
             preallocate,
             iops,
             bandwidth,
+            on_stall,
             cache,
             replicate_to,
             replicate_rate,
@@ -48,7 +49,8 @@ pub async fn run(
             dry_run,
         } => {
             let allocation = if preallocate { Allocation::Preallocated } else { Allocation::Thin };
-            let limits = DiskLimits { iops, bandwidth };
+            let stall_timeout = on_stall.and_then(|OnStall(seconds)| seconds);
+            let limits = DiskLimits { iops, bandwidth, stall_timeout };
             let encryption = encrypt;
             let replica = replicate_to.map(|datastore| Replication {
                 datastore,
@@ -123,6 +125,8 @@ async fn set(
         allocation,
         iops: options.iops,
         bandwidth: options.bandwidth,
+        // 0 has guests wait.
+        stall_timeout: options.on_stall.map(|OnStall(seconds)| seconds.unwrap_or(0)),
         cache: options.cache,
         replicate_to: if options.no_replica { Some(String::new()) } else { options.replicate_to },
         replicate_rate: options.replicate_rate,

@@ -107,12 +107,14 @@ fn limits(disk: &Disk) -> String {
     let limits = &disk.limits;
     let iops = limits.iops.map(|iops| format!(", at most {iops} IOPS"));
     let bandwidth = limits.bandwidth.map(|bytes| format!(", at most {}/s", size(bytes)));
+    let stall = limits.stall_timeout;
+    let stall = stall.map(|seconds| format!(", fails after {seconds} s without an answer"));
     let cache = disk.cache.map(|bytes| format!(", {} of cache", size(bytes)));
     let replica = disk.replica.as_ref().map(|replica| {
         let rate = size(replica.bytes_per_second);
         format!(", replicated to {} at {rate}/s at most", replica.datastore)
     });
-    [iops, bandwidth, cache, replica].into_iter().flatten().collect()
+    [iops, bandwidth, stall, cache, replica].into_iter().flatten().collect()
 }
 
 /// A network card, with where its guest is reached.

@@ -10,7 +10,7 @@ use vmseal_api::datastore::DatastoreHost;
 use vmseal_api::drain::PlannedVm;
 use vmseal_api::dump::DumpFormat;
 use vmseal_api::filter::{BitmapStatus, ReplicaStatus};
-use vmseal_api::host::{DatastoreLocation, HostDescription};
+use vmseal_api::host::{DatastoreLocation, DiskLimits, HostDescription};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::model::{
     Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
@@ -203,6 +203,7 @@ impl Row for Policy {
         usual("allocation", |it| word(&it.allocation).into()),
         more("iops", |it| it.limits.iops.map_or(Cell::Nothing, Cell::Number)),
         more("bandwidth", |it| it.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
+        more("on-stall", |it| on_stall(it.limits).into()),
         more("cache", |it| it.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("replica", |it| it.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("cpu-model", |it| it.cpu_model.clone().into()),
@@ -310,6 +311,7 @@ impl Row for VmDisk {
         more("allocation", |it| word(&it.disk.allocation).into()),
         more("iops", |it| it.disk.limits.iops.map_or(Cell::Nothing, Cell::Number)),
         more("bandwidth", |it| it.disk.limits.bandwidth.map_or(Cell::Nothing, Cell::Bytes)),
+        more("on-stall", |it| on_stall(it.disk.limits).into()),
         more("cache", |it| it.disk.cache.map_or(Cell::Nothing, Cell::Bytes)),
         more("replica", |it| it.disk.replica.as_ref().map(|it| it.datastore.clone()).into()),
         more("objects", |it| objects(&it.disk).into()),
@@ -320,6 +322,11 @@ impl Row for VmDisk {
     fn order(&self, other: &Self) -> Ordering {
         self.vm.cmp(&other.vm)
     }
+}
+
+/// What becomes of requests that storage does not answer; nothing where they wait.
+fn on_stall(limits: DiskLimits) -> Option<String> {
+    limits.stall_timeout.map(|seconds| format!("error after {seconds} s"))
 }
 
 /// How the image of a disk in a pool of Ceph is cut into objects, and how its policy would have it.

@@ -1,6 +1,6 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::{ABOUT, DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS, STALLS};
 use vmseal_api::host::{
     AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec,
     VmSpec,
@@ -84,7 +84,14 @@ pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec 
     let images = spec.images.filter(|_| knows(IMAGE_LAYOUTS));
     let hardware = if knows(PANIC) { spec.hardware } else { spec.hardware.without_crash() };
     let about = spec.about.filter(|_| knows(ABOUT));
-    VmSpec { policy, snapshots, hardware, images, about, ..spec }
+    let mut devices = spec.devices;
+    // Its start is refused there, as its guest would wait.
+    for device in devices.iter_mut().filter(|_| !knows(STALLS)) {
+        if let Device::Disk(disk) = device {
+            disk.limits.stall_timeout = None;
+        }
+    }
+    VmSpec { policy, snapshots, hardware, images, about, devices, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.

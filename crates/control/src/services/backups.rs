@@ -33,6 +33,7 @@ use super::{
 use crate::hosts::mounted;
 use crate::operation::{Definition, Operation};
 use crate::osds;
+use crate::stalls;
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;
 use crate::store::policies::Policy;
@@ -562,6 +563,7 @@ async fn require_places(
     mounted::require_messenger(write, &policy, vm.host, made).await?;
     osds::require(write, &policy, made).await?;
     image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
+    stalls::require(&services.hosts, (vm.host, &vm.host_name), &policy)?;
     redundancy::require(write, &policy, made).await
 }
 

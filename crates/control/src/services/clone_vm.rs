@@ -23,6 +23,7 @@ use super::{
     Outcome, Services, cloud_init, features, hardware, image_layouts, room, temporary_snapshot,
 };
 use crate::operation::{Copies, Operation, Temporary};
+use crate::stalls;
 use crate::store::disks::{self, Disk};
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
@@ -105,8 +106,10 @@ pub async fn clone(
     image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
     if let Some(destination) = &destination {
         destination.require(services, &mut write, &policy, &made).await?;
+        stalls::require(&services.hosts, (destination.host.id, &destination.host.name), &policy)?;
         copies.elsewhere = Some(destination.of(&origin));
     }
+    stalls::require(&services.hosts, (origin.host, &origin.host_name), &policy)?;
     let cards = nics::of_vm(&mut write, origin.id).await?;
     let cards = super::nics::place_alike(&mut write, cards).await?;
     let vm = vms::Vm {

@@ -23,6 +23,7 @@ use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, 
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::osds;
+use crate::stalls;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;
 use crate::store::{Write, datastores, disks, hosts, nics, policies, providers, vms};
@@ -59,6 +60,7 @@ pub async fn create(
     let provider = provider_of(services, &mut write, &policy).await?;
     let mut made = place(&mut write, &request.disks, &policy, &host).await?;
     image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
+    stalls::require(&services.hosts, (host.id, &host.name), &policy)?;
     let in_directories = image_layouts::in_directories(&policy, &made);
     services.hosts.connected(host.id)?;
     room::check_memory(services, host.id, &host.name, request.memory)?;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::hardware::{CPU_MODEL_HOST, Hardware};
-use vmseal_api::host::version::{IMAGE_LAYOUTS, MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
+use vmseal_api::host::version::{
+    IMAGE_LAYOUTS, MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED, STALLS,
+};
 use vmseal_api::host::{Accelerator, HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
@@ -33,6 +35,7 @@ use super::{Outcome, Services, features, hosts, image_layouts};
 use crate::hosts::keys::Purpose;
 use crate::hosts::{definition_with, is_silence};
 use crate::operation::Operation;
+use crate::stalls;
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
@@ -447,6 +450,9 @@ async fn fits(
     }
     if asked.compresses && !view.has(MIGRATE_COMPRESSED) {
         return Err("its agent reads nothing that is compressed: upgrade vmseal there, or leave out --compress".to_owned());
+    }
+    if stalls::asked(disks) && !view.has(STALLS) {
+        return Err(format!("its agent cannot {}: upgrade vmseal there", stalls::CANNOT));
     }
     let Some(here) = services.hosts.view(vm.host).description.clone() else {
         return Err("the host of the VM is not known well enough".to_owned());

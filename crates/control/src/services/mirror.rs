@@ -23,6 +23,7 @@ use super::{Outcome, Services, features, image_layouts, redundancy, room};
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::osds;
+use crate::stalls;
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
 use crate::store::tasks as store_tasks;
@@ -485,8 +486,9 @@ async fn require_places(services: &Services, wanted: &Wanted) -> Result<(), Prob
     let Some(policy) = policy else { return Ok(()) };
     mounted::require_messenger(&mut read, &policy, wanted.vm.host, &copies).await?;
     osds::require(&mut read, &policy, &copies).await?;
+    let host = (wanted.vm.host, wanted.vm.host_name.as_str());
+    stalls::require(&services.hosts, host, &policy)?;
     if !wanted.operation.is_in_place() {
-        let host = (wanted.vm.host, wanted.vm.host_name.as_str());
         image_layouts::require(services, host, &policy, &copies)?;
     }
     redundancy::require(&mut read, &policy, &copies).await

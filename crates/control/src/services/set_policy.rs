@@ -339,6 +339,7 @@ fn changed(
         allocation,
         iops,
         bandwidth,
+        stall_timeout,
         cache,
         replicate_to,
         replicate_rate,
@@ -367,6 +368,11 @@ fn changed(
     };
     after.limits.iops = given(iops, before.limits.iops);
     after.limits.bandwidth = given(bandwidth, before.limits.bandwidth);
+    after.limits.stall_timeout = match *stall_timeout {
+        None => before.limits.stall_timeout,
+        Some(0) => None,
+        some => some,
+    };
     after.cache = given(cache, before.cache);
     after.replica = replica(before.replica.as_ref(), replicate_to.as_deref(), *replicate_rate)?;
     after.cpu_model = match cpu_model.as_deref() {

@@ -16,6 +16,7 @@ use super::create_vm::{ChosenHost, check_disk, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services, examine_change, image_layouts, room};
 use crate::operation::Operation;
+use crate::stalls;
 use crate::store::disks::{self, Disk};
 use crate::store::policies::Policy;
 use crate::store::vms::Vm;
@@ -50,6 +51,7 @@ pub async fn add_disk(
         .await
         .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
     image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
+    stalls::require(&services.hosts, (host.id, &host.name), &policy)?;
     let Some(disk) = made.pop() else {
         return Err(Problem::new(ErrorCode::Internal, "no disk was placed"));
     };

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
+use vmseal_api::host::version::STALLS;
 use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmChange, VmState};
 use vmseal_api::id::{HostId, PolicyId, VmId, check_name};
 use vmseal_api::model::{
@@ -15,10 +16,13 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
-use super::{Outcome, PageRequest, Services, examine_change, image_layouts, page_of, room};
+use super::{
+    Outcome, PageRequest, Services, examine_change, features, image_layouts, page_of, room,
+};
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::osds;
+use crate::stalls;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
@@ -437,8 +441,8 @@ pub async fn start(
     Ok(begun)
 }
 
-/// Refuses a VM of which a disk goes over connections that its policy does not allow, or is not on encrypted OSDs as that asks, as its start
-/// would.
+/// Refuses a VM of which a disk goes over connections that its policy does not allow, or is not on encrypted OSDs as that asks, or whose
+/// requests are to fail by an agent that does not know of that, as its start would.
 async fn require_places(
     services: &Services,
     vm: &vms::Vm,
@@ -448,6 +452,9 @@ async fn require_places(
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
     drop(read);
     let Some(policy) = policy else { return Ok(()) };
+    if stalls::asked(disks) {
+        features::require(services, vm, STALLS, stalls::CANNOT)?;
+    }
     let agent = services.hosts.connected(vm.host)?;
     mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await?;
     osds::require(&mut *services.store.read().await?, &policy, disks).await

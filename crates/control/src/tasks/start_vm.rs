@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::time::Instant;
-use vmseal_api::host::version::MEMORY_GENERATION;
+use vmseal_api::host::version::{MEMORY_GENERATION, STALLS};
 use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -17,6 +17,7 @@ use crate::hosts::keys::Purpose;
 use crate::hosts::mounted;
 use crate::operation::Operation;
 use crate::osds;
+use crate::stalls;
 use crate::store::vms::Vm;
 use crate::store::{memory_generations, policies};
 
@@ -239,9 +240,13 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Refuses connections to storage that the VM's policy does not allow, and OSDs that are not encrypted as it asks.
+/// Refuses connections to storage that the VM's policy does not allow, OSDs that are not encrypted as it asks, and an agent that does not
+/// have requests fail as it asks.
 async fn require_places(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let disks = run.disks().await?;
+    if stalls::asked(&disks) && !run.has_feature(vm, STALLS).await? {
+        return Err(stalls::refused(&vm.host_name).into());
+    }
     let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
     let Some(policy) = policy else { return Ok(()) };
     let agent = run.agent(vm)?;

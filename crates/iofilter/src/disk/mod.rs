@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::disk::allocation::Allocation;
 use crate::layers::leg::COPY_POOL_BYTES;
 use crate::layers::stack::Stack;
-use crate::layers::{align, crypt, replicate, stays_above_a_mirror};
+use crate::layers::{align, crypt, replicate, stall, stays_above_a_mirror};
 use crate::stack::chain::{Chain, Storage};
 use crate::stack::dirty::Bitmaps;
 use crate::stack::figures::CipherTime;
@@ -214,14 +214,15 @@ impl Disk {
         Ok(chain.marking(self.bitmaps()))
     }
 
-    /// A chain that only reads, even on a writable disk, for a reader beside the front end. Its buffers
-    /// are not part of the memory budget that was set at the start. It can be made at any time: it needs no ring.
+    /// A chain that only reads, even on a writable disk, for a reader beside the front end. It waits for storage without end, as no
+    /// guest does. Its buffers are not part of the memory budget that was set at the start. It can be made at any time: it needs no ring.
     ///
     /// # Errors
     /// As [`Disk::chain`].
     pub fn reader(&self) -> io::Result<Chain> {
         let storage = self.storage().blocking_queue()?;
-        let chain = self.chain_from(0, true, READER_POOL_BYTES, storage)?;
+        let stack = self.stack.without(stall::KIND);
+        let chain = stack.chain(0, true, READER_POOL_BYTES, &self.cipher_time, storage)?;
         Ok(chain.marking(self.bitmaps()))
     }
 

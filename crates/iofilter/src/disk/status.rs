@@ -329,6 +329,11 @@ impl DiskState {
         lock(&self.flights).values().filter_map(|flight| flight.oldest(now)).max()
     }
 
+    /// For how long storage has not answered a request, where requests of the disk fail for that.
+    fn fails_for(&self) -> Option<Duration> {
+        lock(&self.layers).iter().find_map(|layer| layer.fails_for())
+    }
+
     /// The sum over all queues.
     #[must_use]
     pub fn totals(&self) -> DiskCounters {
@@ -364,15 +369,18 @@ impl DiskState {
     /// The control socket's view of the disk.
     #[must_use]
     pub fn status(&self) -> DiskStatus {
+        // What has failed to the guest is in flight no more, and yet in storage.
+        let fails_for = self.fails_for();
+        let oldest = self.oldest_request().max(fails_for);
         DiskStatus {
             disk: self.disk,
             driver: Some(lock(&self.front_end).driver),
             state: lock(&self.activity).clone(),
             waits: *lock(&self.waits),
             file: *lock(&self.file),
-            oldest_milliseconds: self
-                .oldest_request()
+            oldest_milliseconds: oldest
                 .map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
+            fails: fails_for.is_some(),
             counters: self.totals(),
             last_error: self.last_error(),
             bitmaps: self.bitmaps().map(|bitmaps| bitmaps.status()).unwrap_or_default(),

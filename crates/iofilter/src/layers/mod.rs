@@ -11,6 +11,7 @@ pub mod leg;
 pub mod limit;
 pub mod replicate;
 pub mod stack;
+pub mod stall;
 
 use std::sync::Arc;
 
@@ -21,6 +22,7 @@ use crate::layers::cache::Cache;
 use crate::layers::delay::Delay;
 use crate::layers::fault::Fault;
 use crate::layers::limit::Limit;
+use crate::layers::stall::Stall;
 use crate::stack::layer::Layer;
 
 /// What a layer has done, for the control socket.
@@ -33,7 +35,7 @@ pub fn figures(layer: &dyn Layer) -> LayerFigures {
 /// Whether a layer is of what the guest may do, and not of where the disk is: then it stays when the disk pivots.
 #[must_use]
 pub fn stays_above_a_mirror(layer: &dyn Layer) -> bool {
-    matches!(layer.kind(), "limit" | "delay" | "fault")
+    matches!(layer.kind(), "limit" | "delay" | "fault" | stall::KIND)
 }
 
 /// Makes the layer that a configuration asks for; none for encryption and copies, which need a key or open legs.
@@ -45,6 +47,7 @@ pub fn of(spec: &FilterSpec) -> Option<Arc<dyn Layer>> {
         FilterSpec::Delay(delay) => Some(Arc::new(Delay::new(delay.clone()))),
         FilterSpec::Fault(fault) => Some(Arc::new(Fault::new(fault.clone()))),
         FilterSpec::Bounce {} => Some(Arc::new(Bounce::default())),
+        FilterSpec::Stall(stall) => Some(Arc::new(Stall::new(*stall))),
         FilterSpec::Cache(cache) => Some(Arc::new(Cache::new(cache))),
     }
 }

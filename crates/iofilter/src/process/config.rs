@@ -138,6 +138,11 @@ pub fn keeps_zeroes(chain: &[FilterSpec]) -> bool {
     !chain.iter().any(is_noise)
 }
 
+/// Whether requests of the disk fail while storage does not answer.
+pub fn fails_when_stalled(disk: &DiskConfig) -> bool {
+    disk.chain.iter().any(|link| matches!(link, FilterSpec::Stall(_)))
+}
+
 /// Whether what a guest reads goes through buffers of its own.
 pub fn bounces_reads(disk: &DiskConfig) -> bool {
     disk.chain.iter().any(|link| matches!(link, FilterSpec::Bounce {}))
@@ -183,10 +188,16 @@ pub fn check_new_stack(stack: &NewStack) -> Result<(), String> {
     stack.size.map_or(Ok(()), check_size)?;
     let Some(chain) = &stack.chain else { return Ok(()) };
     let at_start = |link: &FilterSpec| {
-        matches!(link, FilterSpec::Cache(_) | FilterSpec::Replicate(_) | FilterSpec::Mirror(_))
+        matches!(
+            link,
+            FilterSpec::Cache(_)
+                | FilterSpec::Replicate(_)
+                | FilterSpec::Mirror(_)
+                | FilterSpec::Stall(_)
+        )
     };
     if chain.iter().any(at_start) {
-        return Err("`cache`, `replicate` and `mirror` are not part of a new stack".into());
+        return Err("`cache`, `replicate`, `mirror` and `stall` are not part of a new stack".into());
     }
     check_chain(chain)
 }
@@ -278,6 +289,7 @@ fn check_disk(disk: &DiskConfig) -> Result<(), ConfigError> {
         return refuse("a disk in memory cannot have a replica".into());
     }
     check_mirror(disk)
+        .and_then(|()| check_stall(disk))
         .and_then(|()| check_merge(disk))
         .and_then(|()| convert::check(disk))
         .or_else(refuse)?;
@@ -296,10 +308,16 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
         return Err("it is mirrored more than once".into());
     }
     let stays = |link: &FilterSpec| {
-        matches!(link, FilterSpec::Limit(_) | FilterSpec::Delay(_) | FilterSpec::Fault(_))
+        matches!(
+            link,
+            FilterSpec::Limit(_)
+                | FilterSpec::Stall(_)
+                | FilterSpec::Delay(_)
+                | FilterSpec::Fault(_)
+        )
     };
     if !above.iter().all(stays) {
-        return Err("only `limit`, `delay` and `fault` may stand above `mirror`".into());
+        return Err("only `limit`, `stall`, `delay` and `fault` may stand above `mirror`".into());
     }
     if let Some(copy) = mirror(disk) {
         check_cache_of_copy(copy, cache(disk))?;
@@ -310,6 +328,24 @@ fn check_mirror(disk: &DiskConfig) -> Result<(), String> {
     if disk.import.is_some() || disk.export.is_some() || disk.backend == (BackendSpec::Mem {}) {
         return Err(
             "a disk that is imported or exported, or is in memory, cannot be mirrored".into()
+        );
+    }
+    Ok(())
+}
+
+/// Checks that what serves a disk whose requests may fail before storage has answered them knows of that, and that the next filter does
+/// not serve before storage has.
+fn check_stall(disk: &DiskConfig) -> Result<(), String> {
+    if !fails_when_stalled(disk) {
+        return Ok(());
+    }
+    if !matches!(disk.front_end, Some(FrontEndSpec::VhostUserBlk { .. })) {
+        return Err("`stall` is for a disk that a guest has (vhost-user-blk)".into());
+    }
+    if matches!(disk.backend, BackendSpec::Nbd { .. }) {
+        return Err(
+            "`stall` needs storage whose lock lasts as long as its requests, and an NBD server has none"
+                .into(),
         );
     }
     Ok(())

@@ -70,6 +70,7 @@ pub(super) fn open(
             | FilterSpec::Delay(_)
             | FilterSpec::Fault(_)
             | FilterSpec::Bounce {}
+            | FilterSpec::Stall(_)
             | FilterSpec::Cache(_) => layers::of(link),
         })
     };

@@ -34,7 +34,7 @@ fn drain_by(
         while let Some(done) = chain.next_done() {
             result = result.and(done.result);
         }
-        if chain.in_flight() == 0 {
+        if chain.is_idle() {
             return result;
         }
         if let Err(error) = chain.wait_by([], None, &sleep)
@@ -48,12 +48,13 @@ fn drain_by(
     }
 }
 
-/// Makes earlier writes durable.
+/// Makes earlier writes durable, for this process: what a guest asks for is submitted by its front end.
 ///
 /// # Errors
 /// [`IoError`].
 pub fn flush(chain: &mut Chain) -> Result<(), IoError> {
     let id = chain.begin().ok_or(IoError::Overload)?;
+    chain.set_internal(id);
     chain.submit(id, Operation::Flush, 0, 0, 0);
     drain(chain)
 }

@@ -54,6 +54,11 @@ impl BufferQueue {
         Some(id)
     }
 
+    /// None of them waits any more: they have failed.
+    pub fn clear(&mut self) {
+        while self.take_next().is_some() {}
+    }
+
     /// Whether a request from [`BufferQueue::take_next`] waits again, as all buffers are in use. Then it is the first once more.
     pub fn stays_first(&mut self, id: RequestId) -> bool {
         let waits = self.line.back() == Some(&id);

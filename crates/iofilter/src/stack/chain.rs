@@ -18,6 +18,9 @@
 //! - **split**: make children of it ([`Io::child`]), change them at will, pass them down, and complete
 //!   it when they have come up again. A child comes up to its maker only, which releases it.
 //!
+//! A filter may also make requests **apart** from those that it was given ([`Io::apart`]), and complete these while the others are still
+//! below. The front end has its answers then, and the chain is not idle ([`Chain::is_idle`]) before storage has answered as well.
+//!
 //! Layers do not call each other: they put work on the chain's list, and [`Chain::poll`] runs it until only the
 //! kernel has work left. So a stack of any depth needs no recursion, and
 //! a filter may complete from within `down`. A filter that waits (for a buffer, a lock, a time) keeps the
@@ -49,7 +52,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
@@ -71,7 +74,7 @@ pub const ROOTS_MAX: usize = 256;
 /// How many requests a filter makes itself at most, besides those it is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Children alive at the same time.
+    /// Children, and requests apart, alive at the same time.
     pub children: usize,
 }
 
@@ -162,6 +165,8 @@ struct FilterAudit {
     left: Vec<usize>,
     /// Requests to check when the filter that was called returns.
     touched: Vec<RequestId>,
+    /// How many requests there are that filters have made apart from those of the front end.
+    apart: usize,
     /// How often a filter forgot a request, or misused one that it did not have.
     forgotten: u64,
     misused: u64,
@@ -263,9 +268,33 @@ impl Io<'_> {
         self.pass(id);
     }
 
-    /// Whether it is no part that a filter has made.
+    /// Whether no filter has made it.
     fn is_of_front_end(&self, id: RequestId) -> bool {
-        self.requests.get(id).parent.is_none()
+        self.requests.get(id).maker.is_none()
+    }
+
+    /// Since when a request of the front end is in flight; none where the front end does not say so, or a filter keeps it back.
+    pub(crate) fn began(&self, id: RequestId) -> Option<Instant> {
+        self.flight.since(id.index())
+    }
+
+    /// For how long the oldest request of the front end is in flight.
+    pub(crate) fn oldest(&self, now: Instant) -> Option<Duration> {
+        self.flight.oldest(now)
+    }
+
+    /// Makes a request that belongs to no other one, without data, still at this layer. It comes up to its maker only, which releases
+    /// it. None when the filter has more requests of its own than it declared ([`Limits`]).
+    pub fn apart(&mut self, operation: Operation, offset: u64, length: u64) -> Option<RequestId> {
+        let left = self.audit.left.get_mut(self.level).filter(|left| **left > 0)?;
+        let id = self.requests.take()?;
+        *left -= 1;
+        let made = self.requests.get_mut(id);
+        (made.operation, made.offset, made.length) = (operation, offset, length);
+        (made.level, made.maker) = (self.level, Some(self.level));
+        self.audit.apart += 1;
+        self.audit.touched.push(id);
+        Some(id)
     }
 
     /// Makes a child of `parent`, without data, still at this layer. None when the filter has more children than
@@ -343,14 +372,19 @@ impl Io<'_> {
         self.requests.get(id).children
     }
 
-    /// Releases a child that came up, or was not passed down.
+    /// Releases a request that this layer made, which came up or was not passed down.
     pub fn release(&mut self, child: RequestId) {
-        let parent = self.parent(child).filter(|_| self.owns(child));
-        let Some(parent) = parent.filter(|_| self.requests.get(child).children == 0) else {
+        let made = self.requests.get(child);
+        let (maker, parent, children) = (made.maker, made.parent, made.children);
+        if maker != Some(self.level) || !self.owns(child) || children > 0 {
             return self.audit.misuse(self.level, "it forgets a part that it does not have");
-        };
+        }
         self.requests.give(child);
         self.audit.left[self.level] += 1;
+        let Some(parent) = parent else {
+            self.audit.apart -= 1;
+            return;
+        };
         let whole = self.requests.get_mut(parent);
         whole.children -= 1;
         if whole.children > 0 {
@@ -372,13 +406,21 @@ impl Io<'_> {
             if !self.owns(id) || request.held || request.children > 0 {
                 continue;
             }
+            let made_here = request.maker == Some(self.level);
             self.audit.forgot(self.level);
-            if self.parent(id).is_some() {
+            if made_here {
                 self.release(id);
             } else {
                 self.complete(id, Err(IoError::Forgotten));
             }
         }
+    }
+}
+
+/// Marks a change in dirty bitmaps, if there are any.
+fn mark(bitmaps: Option<&Bitmaps>, operation: Operation, offset: u64, length: u64) {
+    if let (Some(bitmaps), true) = (bitmaps, operation.changes()) {
+        bitmaps.changed(offset, length);
     }
 }
 
@@ -450,6 +492,7 @@ impl Chain {
             audit: Box::new(FilterAudit {
                 left,
                 touched: Vec::with_capacity(capacity),
+                apart: 0,
                 forgotten: 0,
                 misused: 0,
             }),
@@ -496,6 +539,18 @@ impl Chain {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.roots
+    }
+
+    /// Whether storage has answered all that it was given, and the front end has fetched all answers. Without filters that make requests
+    /// apart it is so when [`Chain::in_flight`] is 0.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.roots == 0 && self.audit.apart == 0
+    }
+
+    /// Notes that this process has asked for a request that has begun, and no guest.
+    pub(crate) fn set_internal(&mut self, id: RequestId) {
+        self.requests.get_mut(id).internal = true;
     }
 
     /// Since when its requests are in flight, for those whose front end says so ([`Chain::began`]).
@@ -581,9 +636,7 @@ impl Chain {
     }
 
     fn mark(&self, operation: Operation, offset: u64, length: u64) {
-        if let (Some(bitmaps), true) = (&self.bitmaps, operation.changes()) {
-            bitmaps.changed(offset, length);
-        }
+        mark(self.bitmaps.as_deref(), operation, offset, length);
     }
 
     /// Checks that no layer below has to repeat.
@@ -648,6 +701,11 @@ impl Chain {
                     return self.done.push_back(id);
                 };
                 (request.level, request.turn) = (level, Turn::Layer);
+                if request.maker == Some(level) && request.parent.is_none() {
+                    // The front end may have its answer since long, and bitmaps were started after that.
+                    let (operation, offset) = (request.operation, request.offset);
+                    mark(self.bitmaps.as_deref(), operation, offset, request.length);
+                }
                 let mut io = Io { requests, work: list, audit, flight, waker, level };
                 self.filters[level].up(id, &mut io);
                 io.settle(Some(id));
@@ -685,12 +743,12 @@ impl Chain {
         self.filters.iter_mut().for_each(|filter| filter.hasten(hastened));
     }
 
-    /// Puts other storage under the filters; returns the former. The chain has no request in flight.
+    /// Puts other storage under the filters; returns the former. The chain is idle.
     ///
     /// # Panics
     /// A request is in flight, or was not fetched.
     pub fn exchange_storage(&mut self, mut storage: Box<dyn Storage>) -> Box<dyn Storage> {
-        assert_eq!(self.roots, 0, "storage is exchanged under a request");
+        assert!(self.is_idle(), "storage is exchanged under a request");
         storage.prepare(self.requests.capacity());
         std::mem::replace(&mut self.storage, storage)
     }

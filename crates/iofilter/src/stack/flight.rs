@@ -35,6 +35,13 @@ impl Flight {
         self.began[slot].store(0, Ordering::Relaxed);
     }
 
+    /// Since when the request in this slot is in flight; none if there is none.
+    #[must_use]
+    pub fn since(&self, slot: usize) -> Option<Instant> {
+        let since = self.began[slot].load(Ordering::Relaxed).checked_sub(1)?;
+        self.epoch.checked_add(Duration::from_nanos(since))
+    }
+
     /// For how long the oldest request is in flight; none if there is none.
     #[must_use]
     pub fn oldest(&self, now: Instant) -> Option<Duration> {
@@ -58,7 +65,9 @@ mod tests {
         flight.began(0, at(2));
         flight.began(1, at(5));
         assert_eq!(flight.oldest(at(9)), Some(Duration::from_secs(9)));
+        assert_eq!((flight.since(2), flight.since(1)), (Some(flight.epoch), Some(at(5))));
         flight.ended(2);
+        assert_eq!(flight.since(2), None);
         assert_eq!(flight.oldest(at(9)), Some(Duration::from_secs(7)), "a later one hides it");
         // The slot is used again.
         flight.ended(0);

@@ -3,6 +3,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::stack::chain::Filter;
 use crate::stack::figures::CipherTime;
@@ -80,6 +81,11 @@ pub trait Layer: Debug + Send + Sync {
     /// # Errors
     /// The system refuses what it needs, or a key is not usable.
     fn filter(&self, place: &Place) -> std::io::Result<Box<dyn Filter>>;
+
+    /// For how long storage has not answered, where requests of the disk fail for that ([`crate::layers::stall`]).
+    fn fails_for(&self) -> Option<Duration> {
+        None
+    }
 
     /// Its counters since the process started, and its status, by name.
     fn counters(&self) -> Vec<(&'static str, u64)>;

@@ -73,6 +73,12 @@ pub enum IoError {
         "the connection to the NBD server is lost; give the disk another one, or stop and start the VM"
     )]
     Disconnected,
+    /// Storage has not answered a request of the disk for longer than the disk's policy allows. What was asked may still be done, until
+    /// storage has answered it.
+    #[error(
+        "storage has not answered for longer than the disk's policy lets its guest wait; requests fail until it has answered all that it was given. Look at the datastore"
+    )]
+    Stalled,
     /// Any other error of the kernel.
     #[error("the datastore answers: {}", std::io::Error::from_raw_os_error(*.0))]
     Device(i32),
@@ -145,7 +151,9 @@ pub struct Request {
     pub(crate) parent: Option<RequestId>,
     /// The layer that has it now.
     pub(crate) level: usize,
-    /// The layer that made it; none for the front end's own.
+    /// The layer that made it; none for the front end's own. One that has a maker and no parent is apart ([`Io::apart`]).
+    ///
+    /// [`Io::apart`]: crate::stack::chain::Io::apart
     pub(crate) maker: Option<usize>,
     /// Who must act on it.
     pub(crate) turn: Turn,
@@ -153,6 +161,8 @@ pub struct Request {
     pub(crate) children: u32,
     /// Whether the layer that has it holds it.
     pub(crate) held: bool,
+    /// Whether this process has asked for it, and no guest waits for it.
+    pub(crate) internal: bool,
 }
 
 impl Request {
@@ -213,6 +223,7 @@ impl Requests {
             turn: Turn::Free,
             children: 0,
             held: false,
+            internal: false,
         };
         Self {
             slots: (0..capacity).map(slot).collect(),
@@ -231,6 +242,7 @@ impl Requests {
         slot.result = Ok(());
         (slot.tag, slot.parent, slot.level, slot.maker) = (0, None, 0, None);
         (slot.turn, slot.children, slot.held) = (Turn::Layer, 0, false);
+        slot.internal = false;
         Some(id)
     }
 

@@ -17,6 +17,7 @@ mod platter;
 mod replicate;
 mod replicated;
 mod seed;
+mod stall;
 mod successor;
 mod vhost_user;
 mod waiting;

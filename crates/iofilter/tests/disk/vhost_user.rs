@@ -15,7 +15,7 @@ use vhost::vhost_user::message::VhostUserHeaderFlag;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::{Bytes, GuestAddress};
 use vmseal_api::filter::{
-    Budget, DelaySpec, Direct, DiskActivity, Holes, LimitSpec, OperationKind,
+    Budget, DelaySpec, Direct, DiskActivity, Holes, LimitSpec, OperationKind, StallSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_initiator::driver::{BASE, DATA, Driver, INDIRECT, NEXT, RING, WRITE};
@@ -27,6 +27,7 @@ use vmseal_iofilter::front_ends::vhost_user::serve;
 use vmseal_iofilter::handle::Socket;
 use vmseal_iofilter::layers::delay::Delay;
 use vmseal_iofilter::layers::limit::Limit;
+use vmseal_iofilter::layers::stall::Stall;
 use vmseal_iofilter::stack::chain::{Chain, Io, Storage};
 use vmseal_iofilter::stack::layer::{Layer, Place};
 use vmseal_iofilter::stack::orders::Orders;
@@ -460,6 +461,40 @@ fn how_long_storage_keeps_a_request_is_told_until_it_ends() {
     // What is held back goes on, and all is answered.
     assert_eq!(guest.frontend.get_vring_base(0).unwrap(), 5);
     assert_eq!(server.state.status().oldest_milliseconds, None);
+}
+
+#[test]
+fn a_disk_that_fails_serves_again_when_storage_has_answered_though_its_guest_asks_for_nothing() {
+    let stall = Stall::new(StallSpec { milliseconds: 100 });
+    // Storage that takes its time.
+    let delay = Delay::new(DelaySpec {
+        operations: vec![OperationKind::Write],
+        microseconds: 3_000_000,
+        jitter_microseconds: 0,
+        reorders: false,
+        seed: 0,
+    });
+    let mem = MemDisk::new(SIZE as usize);
+    let chain = || {
+        let place = Place::simple(SIZE);
+        let filters = vec![stall.filter(&place).unwrap(), delay.filter(&place).unwrap()];
+        Chain::new(SIZE, false, filters, mem.queue()).unwrap()
+    };
+    let server = Server::start_chains(vec![chain(), chain()], mem.clone(), false);
+    server.state.set_layers(vec![Arc::new(stall.clone())]);
+    let mut guest = server.connect(ALL);
+    assert_eq!(guest.request(1, 0, &[5; 512]).0, IOERR, "a write");
+    assert_eq!(guest.request(0, 8, &[0; 512]).0, IOERR, "a read while the write has not landed");
+    let told = server.state.status();
+    assert!(told.fails && told.oldest_milliseconds.is_some(), "{told:?}");
+    let begun = Instant::now();
+    while stall.fails_for().is_some() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "nothing wakes its queue");
+        std::thread::yield_now();
+    }
+    // What has failed was done all the same, and before.
+    assert_eq!(guest.request(0, 0, &[0; 512]), (OK, vec![5; 512]));
+    assert!(!server.state.status().fails);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use vmseal_api::filter::{
 use vmseal_api::fingerprint::FINGERPRINT_PATTERN;
 use vmseal_api::guest::{ARGUMENTS_MAX, EXEC_SECONDS_MAX};
 use vmseal_api::hardware::CPU_MODEL_MAX;
-use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX};
+use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX, STALL_TIMEOUT_MAX, STALL_TIMEOUT_MIN};
 use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
 use vmseal_api::image_layout::{OBJECT_SIZE_MAX, OBJECT_SIZE_MIN, STRIPE_COUNT_MAX};
 use vmseal_api::kmip::{COMMON_NAME_MAX, COMMON_NAME_PATTERN, SERVERS_MAX};
@@ -264,6 +264,11 @@ fn none_or(limit: Value) -> Value {
     json!({ "anyOf": [{ "type": "null" }, { "const": 0 }, limit] })
 }
 
+/// After how many seconds requests fail.
+fn stall_timeout() -> Value {
+    json!({ "minimum": STALL_TIMEOUT_MIN, "maximum": STALL_TIMEOUT_MAX })
+}
+
 /// How long a guest may stand still when it moves.
 fn downtime() -> Value {
     json!({ "minimum": DOWNTIME_MIN, "maximum": DOWNTIME_MAX })
@@ -402,6 +407,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             "DiskLimits/properties/bandwidth",
             json!({ "minimum": BANDWIDTH_MIN, "maximum": LIMIT_MAX }),
         ),
+        ("DiskLimits/properties/stall_timeout", stall_timeout()),
         ("AddBitmap/properties/name", bitmap()),
         ("CloneVm/properties/name", name()),
         ("CloneVm", linked_with_snapshot()),
@@ -482,6 +488,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             "SetPolicy/properties/bandwidth",
             none_or(json!({ "minimum": BANDWIDTH_MIN, "maximum": LIMIT_MAX })),
         ),
+        ("SetPolicy/properties/stall_timeout", none_or(stall_timeout())),
         ("SetPolicy/properties/cache", none_or(cache.clone())),
         ("SetPolicy/properties/downtime_milliseconds", none_or(downtime())),
         ("MigrateVm/properties/downtime_milliseconds", downtime()),

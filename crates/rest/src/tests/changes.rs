@@ -198,6 +198,7 @@ async fn a_policy_that_changes_says_what_its_vms_need() {
     assert!(refused.assert_problem(409, "in-use").body["detail"].to_string().contains("web"));
     for (field, body) in [
         ("limits.bandwidth", json!({ "bandwidth": 5 })),
+        ("limits.stall_timeout", json!({ "stall_timeout": 4 })),
         ("cache", json!({ "cache": 5 })),
         ("name", json!({ "name": "a b" })),
     ] {

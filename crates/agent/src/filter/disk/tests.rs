@@ -7,7 +7,7 @@ use crate::filter::channel::tests::beside;
 #[test]
 fn limits_are_above_encryption_and_the_cache_is_below() {
     let (_to_qemu, socket, connected) = Connection::new(PathBuf::new()).unwrap();
-    let limits = DiskLimits { iops: Some(100), bandwidth: None };
+    let limits = DiskLimits { iops: Some(100), bandwidth: None, stall_timeout: Some(60) };
     let key = vmseal_secret::SecretBytes::random(vmseal_secret::DEK_LEN).unwrap();
     let mut disk = Disk {
         disk: DiskId::new(),
@@ -40,6 +40,7 @@ fn limits_are_above_encryption_and_the_cache_is_below() {
     let chain = disk.config(0, &none).chain;
     let [
         FilterSpec::Limit(_),
+        FilterSpec::Stall(StallSpec { milliseconds: 60_000 }),
         FilterSpec::Crypt { .. },
         FilterSpec::Cache(cache),
         FilterSpec::Replicate(replicate),
@@ -50,7 +51,7 @@ fn limits_are_above_encryption_and_the_cache_is_below() {
     assert_eq!((cache.bytes, replicate.bytes_per_second), (1 << 20, 5 << 20));
     disk.shared.key = true;
     let chain = disk.config(0, &none).chain;
-    let is_above = matches!(&chain[1..3], [FilterSpec::Bounce {}, FilterSpec::Crypt { .. }]);
+    let is_above = matches!(&chain[2..4], [FilterSpec::Bounce {}, FilterSpec::Crypt { .. }]);
     assert!(is_above, "others have its key, and it is decrypted in its guest's memory: {chain:?}");
     disk.shared.key = false;
     let replica = disk.replica.as_ref().unwrap().file.as_raw_fd();

@@ -28,6 +28,7 @@ use super::{Services, image_layouts};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self, is_silence};
 use crate::operation::Operation;
+use crate::stalls;
 use crate::store::disks::Disk;
 use crate::store::tasks::Task;
 use crate::store::vms::Vm;
@@ -157,6 +158,7 @@ async fn reserve(
         };
         let made = std::slice::from_ref(&disk);
         image_layouts::require(services, (vm.host, &vm.host_name), &policy, made)?;
+        stalls::require(&services.hosts, (vm.host, &vm.host_name), &policy)?;
         disks::insert(&mut write, vm.id, position, &disk).await?;
     }
     for (position, nic) in asked.nics.iter().enumerate() {

@@ -202,7 +202,7 @@ impl<'a> Transmission<'a> {
             let ended = match self.phase {
                 Phase::Serving => false,
                 Phase::Ending { .. } => self.free.len() == REQUESTS_MAX,
-                Phase::Broken => self.chain.in_flight() == 0,
+                Phase::Broken => self.chain.is_idle(),
             };
             if ended {
                 self.chain.hasten(false);

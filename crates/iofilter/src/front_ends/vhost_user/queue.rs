@@ -312,7 +312,7 @@ impl QueueWorker {
             }
             let moved = self.pass() > 0;
             // What an earlier filter has taken is answered, too.
-            let idle = self.chain.in_flight() == 0 && self.replay.is_none();
+            let idle = self.chain.is_idle() && self.replay.is_none();
             if self.phase == Phase::Draining && idle {
                 self.chain.hasten(false);
                 return (self.chain, self.setup.queue.next_avail());

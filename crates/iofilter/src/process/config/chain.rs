@@ -26,12 +26,19 @@ pub(super) fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
         FilterSpec::Limit(limit) => check_limit(limit),
         FilterSpec::Delay(delay) => check_delay(delay),
         FilterSpec::Fault(fault) => check_fault(fault),
+        FilterSpec::Stall(stall) if stall.milliseconds == 0 => {
+            Err("a disk that fails at once would never work: give `milliseconds` of at least 1"
+                .into())
+        }
+        // Its place is checked with those of the others.
+        FilterSpec::Stall(_) => Ok(()),
         // Its memory is checked with that of the other disks.
         FilterSpec::Cache(_) => Ok(()),
         FilterSpec::Replicate(replica) => check_replica(replica),
         FilterSpec::Mirror(mirror) => check_copy(mirror),
     })?;
     check_place_of_replica(chain)?;
+    check_place_of_stall(chain)?;
     let is_cache = |link: &FilterSpec| matches!(link, FilterSpec::Cache(_));
     if chain.iter().filter(|link| is_cache(link)).count() > 1 {
         return Err("it is cached more than once".into());
@@ -60,6 +67,23 @@ pub(super) fn check_chain(chain: &[FilterSpec]) -> Result<(), String> {
                     say `reorders`"
                 .into(),
         );
+    }
+    Ok(())
+}
+
+/// A filter that keeps requests back, or answers them itself, may not stand between the guest and what says how long storage takes.
+fn check_place_of_stall(chain: &[FilterSpec]) -> Result<(), String> {
+    let is_stall = |link: &FilterSpec| matches!(link, FilterSpec::Stall(_));
+    let is_limit = |link: &FilterSpec| matches!(link, FilterSpec::Limit(_));
+    let mut parts = chain.split(is_stall);
+    let (above, Some(below)) = (parts.next().unwrap_or_default(), parts.next()) else {
+        return Ok(());
+    };
+    if parts.next().is_some() {
+        return Err("it has more than one `stall`".into());
+    }
+    if !above.iter().all(is_limit) || below.iter().any(is_limit) {
+        return Err("only `limit` may stand above `stall`, and none below it".into());
     }
     Ok(())
 }
@@ -113,6 +137,9 @@ fn check_replica(replica: &ReplicateSpec) -> Result<(), String> {
 fn check_leg(to: &StackSpec, done: &str) -> Result<(), String> {
     let has_leg =
         |link: &FilterSpec| matches!(link, FilterSpec::Mirror(_) | FilterSpec::Replicate(_));
+    if to.chain.iter().any(|link| matches!(link, FilterSpec::Stall(_))) {
+        return Err(format!("no guest waits for what a disk is {done} to: it needs no `stall`"));
+    }
     if to.chain.iter().any(has_leg) {
         return Err(format!("what a disk is {done} to can be neither mirrored nor replicated"));
     }

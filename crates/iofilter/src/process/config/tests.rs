@@ -105,7 +105,10 @@ fn a_chain_is_checked_for_sense() {
         |fd: i32, offset: u64| json!({ "kind": "file", "file": { "fd": fd }, "offset": offset });
     let server = || json!({ "kind": "nbd", "sockets": [{ "fd": 12 }] });
     let other_key = || json!({ "kind": "crypt", "key": { "fd": 13 }, "holes": "zero" });
+    let stall = |milliseconds: u64| json!({ "kind": "stall", "milliseconds": milliseconds });
     let good_chains = [
+        json!([limit, stall(60_000), crypt(), cache(1 << 20), replica()]),
+        json!([stall(1), delay(true)]),
         json!([limit, crypt(), leg(json!([]), file(10, 16 << 20))]),
         json!([crypt(), leg(json!([]), server()), delay(false)]),
         json!([leg(json!([limit, other_key(), delay(false)]), server())]),
@@ -157,6 +160,11 @@ fn a_chain_is_checked_for_sense() {
         (json!([leg(json!([{ "kind": "limit" }]), server())]), "limits nothing"),
         (json!([leg(json!([]), json!({ "kind": "nbd", "sockets": [] }))]), "NBD server"),
         (json!([leg(json!([other_key()]), server()), crypt()]), "replica above the encryption"),
+        (json!([stall(0)]), "at least 1"),
+        (json!([stall(1), crypt(), stall(1)]), "more than one `stall`"),
+        (json!([crypt(), stall(1)]), "only `limit` may stand above `stall`"),
+        (json!([stall(1), limit, crypt()]), "none below it"),
+        (json!([leg(json!([stall(1)]), server())]), "needs no `stall`"),
         (json!([{ "kind": "tape" }]), "tape"),
         (Value::from(vec![limit.clone(); CHAIN_MAX + 1]), "filters"),
     ];
@@ -165,6 +173,22 @@ fn a_chain_is_checked_for_sense() {
         config["disks"][0]["chain"] = chain.clone();
         let refusal = read_value(&config).expect_err(&chain.to_string()).to_string();
         assert!(refusal.contains(reason), "{chain}: {refusal}");
+    }
+}
+
+#[test]
+fn only_a_guests_disk_whose_lock_lasts_fails_when_storage_does_not_answer() {
+    let nbd = json!({ "kind": "nbd", "listen": { "fd": 7 } });
+    let server = json!({ "kind": "nbd", "sockets": [{ "fd": 12 }], "export": "" });
+    for (field, value, reason) in
+        [("front_end", nbd, "a guest has"), ("backend", server, "an NBD server has none")]
+    {
+        let mut config = good();
+        config["disks"][0]["chain"] = json!([{ "kind": "stall", "milliseconds": 1 }]);
+        read_value(&config).unwrap();
+        config["disks"][0][field] = value;
+        let refusal = read_value(&config).unwrap_err().to_string();
+        assert!(refusal.contains(reason), "{field}: {refusal}");
     }
 }
 

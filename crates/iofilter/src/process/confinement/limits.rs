@@ -12,6 +12,7 @@ use crate::layers::bounce;
 use crate::layers::cache;
 use crate::layers::leg::{COPY_POOL_BYTES, REMOTE_POOL_BYTES};
 use crate::layers::replicate;
+use crate::layers::stall;
 use crate::process::config;
 
 /// The program itself: its data, the log, control connections, the caches of an import, and the
@@ -66,10 +67,14 @@ pub(super) fn memory(config: &FilterConfig) -> u64 {
     let bounced = config.disks.iter().filter(|disk| config::bounces_reads(disk));
     let bounced = bounced.map(|disk| config::queues(disk) + readers(disk)).sum::<usize>();
     let bounced = bounced as u64 * bounce::POOL_BYTES as u64;
+    // Those of the disk, and of one that is copied while it is served, which has the former chains for a moment: its own, and those to its copy.
+    let guarded = config.disks.iter().filter(|disk| config::fails_when_stalled(disk));
+    let guarded = guarded.map(|disk| 3 * config::queues(disk)).sum::<usize>();
+    let guarded = guarded as u64 * stall::POOL_BYTES as u64;
     let copied =
         |disk: &&DiskConfig| disk.import.is_some() || disk.export.is_some() || disk.merge.is_some();
     let copied = config.disks.iter().filter(copied).count() as u64 * engine::BYTES as u64;
-    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas + bounced + copied
+    BASE_BYTES + pools as u64 + served + caches.sum::<u64>() + replicas + bounced + guarded + copied
 }
 
 /// Sets them, never above the limits in force.

@@ -76,7 +76,7 @@ impl Chain {
         sleep: impl FnOnce(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
     ) -> Result<[PollFlags; N], Errno> {
         const { assert!(N <= OTHERS_MAX) };
-        let busy = self.in_flight() > 0;
+        let busy = !self.is_idle();
         if busy && !self.arm() {
             self.disarm(false);
             return Ok([PollFlags::empty(); N]);
