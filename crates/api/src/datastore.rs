@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::fencing::Fencing;
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
@@ -270,6 +271,10 @@ pub enum DatastoreCondition {
         /// How the mount of a pool gets to the cluster: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mount: Option<MountFacts>,
+        /// Whether the pool's user may have the cluster take nothing more from other hosts: none of a directory, or where the host, or the
+        /// `vmseal-rbd` that serves the pool, is of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fencing: Option<Fencing>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {

@@ -26,6 +26,7 @@ pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
 pub mod failure_domain;
+pub mod fencing;
 pub mod filter;
 pub mod fingerprint;
 pub mod former_image;
