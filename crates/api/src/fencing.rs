@@ -51,8 +51,7 @@ mod tests {
             assert_eq!(may.lacking("ceph", "h2", &pool(), false), None);
         }
         let told = Fencing::NotAllowed.lacking("ceph", "h2", &pool(), false).unwrap();
-        let command =
-            "(ceph auth caps client.vmseal mon 'profile rbd' osd 'profile rbd pool=vms')";
+        let command = "(ceph auth caps client.vmseal mon 'profile rbd' osd 'profile rbd pool=vms')";
         assert!(told.contains(command), "{told}");
         assert!(told.contains("vmseal datastore remount ceph --host h2"), "{told}");
     }

@@ -65,8 +65,9 @@ impl DatastoreMonitor {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools, mounted_key, mount, osds, .. } =
-                &condition
+            if let DatastoreCondition::Available {
+                usage, pools, mounted_key, mount, osds, ..
+            } = &condition
             {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;

@@ -29,7 +29,10 @@ fn judge(refused: Option<&io::Error>) -> Fencing {
         Some(Some(libc::EACCES | libc::EPERM)) => Fencing::NotAllowed,
         Some(Some(libc::EINVAL)) => Fencing::Allowed,
         other => {
-            tracing::debug!(?other, "the monitors do not say whether hosts may be put on the blocklist");
+            tracing::debug!(
+                ?other,
+                "the monitors do not say whether hosts may be put on the blocklist"
+            );
             Fencing::Unknown
         }
     }
