@@ -166,6 +166,7 @@ pub struct DatastoreHost {
     /// The host's name.
     pub host: String,
     /// Where it is on that host.
+    #[serde(deserialize_with = "crate::shown_location::location")]
     pub location: DatastoreLocation,
     /// The key that the host's mount of a pool uses: one that the server gave, or that of the keyring on the host, as that was when the pool
     /// was mounted. None where the host has not said it: its agent or what serves the pool there is of an earlier version, or it was not

@@ -59,6 +59,7 @@ pub mod replica;
 pub mod request;
 pub mod request_id;
 pub mod server_backup;
+mod shown_location;
 pub mod size;
 pub mod transfer;
 pub mod usage;
