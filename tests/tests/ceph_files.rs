@@ -16,11 +16,15 @@ use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Whence, lseek};
+use vmseal_api::rbd::FENCING_ATTRIBUTE;
 use vmseal_tests::ceph::{Cluster, is_installed, said};
 use vmseal_tests::{eventually, program};
 
 /// More than a file that is an object can have.
 const LONG: u64 = 8 << 20;
+
+/// The user that has the rights which docs/ceph.md gives it.
+const USER: &str = "client.vmseal";
 
 /// A mount of the cluster's pool, as one host has it.
 pub(crate) struct Mount {
@@ -30,18 +34,22 @@ pub(crate) struct Mount {
 
 impl Mount {
     pub(crate) fn new(cluster: &Cluster) -> Self {
+        Self::of_user(cluster, USER, &cluster.user())
+    }
+
+    fn of_user(cluster: &Cluster, user: &str, keyring: &Path) -> Self {
         let directory = tempfile::tempdir().unwrap();
         std::fs::create_dir(directory.path().join("pool")).unwrap();
-        let process = Self::serve(cluster, directory.path());
+        let process = Self::serve(cluster, directory.path(), user, keyring);
         let mount = Self { directory, process };
         mount.wait();
         mount
     }
 
-    fn serve(cluster: &Cluster, directory: &Path) -> Child {
+    fn serve(cluster: &Cluster, directory: &Path, user: &str, keyring: &Path) -> Child {
         let mut command = Command::new(program("vmseal-rbd").unwrap());
-        command.args(["--monitors", &cluster.monitors(), "--keyring"]);
-        command.arg(cluster.user()).args(["--pool", "vmseal", "--messenger", "crc"]);
+        command.args(["--monitors", &cluster.monitors(), "--user", user, "--keyring"]);
+        command.arg(keyring).args(["--pool", "vmseal", "--messenger", "crc"]);
         command.arg("--run-dir").arg(directory.join("run")).arg(directory.join("pool"));
         let log = OpenOptions::new().create(true).append(true).open(directory.join("log")).unwrap();
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
@@ -86,7 +94,7 @@ impl Mount {
     pub(crate) fn dies(&mut self, cluster: &Cluster) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
-        self.process = Self::serve(cluster, self.directory.path());
+        self.process = Self::serve(cluster, self.directory.path(), USER, &cluster.user());
         self.wait();
     }
 
@@ -185,6 +193,20 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     a_paused_owner(&here, &there);
     there.unmount();
     trials(&cluster);
+    rights_to_fence(&cluster, &here);
+}
+
+/// Whether the user may have other hosts kept from the pool is known before it is to be done. Nobody is on the blocklist for that.
+fn rights_to_fence(cluster: &Cluster, here: &Mount) {
+    let said = |mount: &Mount| attribute(&mount.path(""), FENCING_ATTRIBUTE).unwrap();
+    assert_eq!(said(here), "\"allowed\"");
+    let (user, keyring) = ("client.alone", cluster.directory().join("client.alone.keyring"));
+    let caps =
+        ["mon", "allow r", "osd", "profile rbd pool=vmseal", "-o", keyring.to_str().unwrap()];
+    cluster.ceph(&[&["auth", "get-or-create", user], &caps[..]].concat());
+    let mut other = Mount::of_user(cluster, user, &keyring);
+    assert_eq!(said(&other), "\"not_allowed\"");
+    other.unmount();
 }
 
 /// Has `vmseal-rbd` try a user of the cluster with these rights in its pools; what it says, where it finds that the user may not mount them.

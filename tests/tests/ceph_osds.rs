@@ -106,7 +106,10 @@ fn the_monitors_say_whether_osds_are_encrypted_to_those_who_may_ask() {
     assert!(refused.contains("an administrator has stated"), "{refused}");
     let refused = here.refused(&["vm", "start", "web"]).unwrap();
     assert!(refused.contains("--osd-encryption ask"), "{refused}");
+    let alarm = here.wait_alarm("web", "osd-not-encrypted").unwrap();
+    assert!(alarm.contains("an administrator has stated"), "{alarm}");
     here.vmseal(&["datastore", "set", "ceph", "--osd-encryption", "ask"]).unwrap();
+    here.wait_no_alarm("web", "osd-not-encrypted").unwrap();
     assert_eq!(place(&bench, "web"), "osd");
     for vm in ["web", "above"] {
         here.vmseal(&["vm", "delete", vm]).unwrap();

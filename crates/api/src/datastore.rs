@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::fencing::Fencing;
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
@@ -165,6 +166,7 @@ pub struct DatastoreHost {
     /// The host's name.
     pub host: String,
     /// Where it is on that host.
+    #[serde(deserialize_with = "crate::shown_location::location")]
     pub location: DatastoreLocation,
     /// The key that the host's mount of a pool uses: one that the server gave, or that of the keyring on the host, as that was when the pool
     /// was mounted. None where the host has not said it: its agent or what serves the pool there is of an earlier version, or it was not
@@ -270,6 +272,10 @@ pub enum DatastoreCondition {
         /// How the mount of a pool gets to the cluster: none of a directory, or of a host of an earlier version.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mount: Option<MountFacts>,
+        /// Whether the pool's user may have the cluster take nothing more from other hosts: none of a directory, or where the host, or the
+        /// `vmseal-rbd` that serves the pool, is of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fencing: Option<Fencing>,
     },
     /// Something else is at its place: another datastore, or a directory without a mark.
     WrongMark {

@@ -26,6 +26,7 @@ pub mod dump;
 #[cfg(feature = "client")]
 pub mod expose;
 pub mod failure_domain;
+pub mod fencing;
 pub mod filter;
 pub mod fingerprint;
 pub mod former_image;
@@ -58,6 +59,7 @@ pub mod replica;
 pub mod request;
 pub mod request_id;
 pub mod server_backup;
+mod shown_location;
 pub mod size;
 pub mod transfer;
 pub mod usage;

@@ -130,7 +130,7 @@ impl OsdFacts {
             ),
             (None, Some(OsdEncryption::Unknown { why: OsdsUnknown::NotAllowed })) => format!(
                 ". Allow it, with what else the user may do ({}), and have a host mount the pool anew (vmseal datastore remount {datastore} --host HOST); or state it: vmseal datastore set {datastore} --osd-encryption yes",
-                caps(pool)
+                pool.caps_command(Some(OSD_KEYS_CAPABILITY))
             ),
             (None, Some(OsdEncryption::Unknown { why: OsdsUnknown::EarlierVersion })) => {
                 format!(
@@ -167,19 +167,6 @@ impl fmt::Display for OsdFacts {
             }
         }
     }
-}
-
-/// The command that allows a pool's user to ask for keys of OSDs, where it may do no more than a pool needs.
-fn caps(pool: &RbdPool) -> String {
-    let namespace = pool.namespace.as_ref();
-    let namespace = namespace.map_or_else(String::new, |it| format!(" namespace={it}"));
-    let pools = [Some(&pool.pool), pool.data_pool.as_ref()].into_iter().flatten();
-    let osd: Vec<_> = pools.map(|name| format!("profile rbd pool={name}{namespace}")).collect();
-    format!(
-        "ceph auth caps {} mon 'profile rbd, {OSD_KEYS_CAPABILITY}' osd '{}'",
-        pool.user,
-        osd.join(", ")
-    )
 }
 
 /// What an administrator states of the OSDs of a pool's cluster.

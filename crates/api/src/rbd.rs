@@ -65,6 +65,13 @@ pub const IMAGE_LAYOUT_ATTRIBUTE: &str = "user.vmseal.image-layout";
 /// that have the exclusive lock of an image there lose it and are put on the cluster's blocklist, so that nothing of theirs lands any more.
 pub const FENCE_ATTRIBUTE: &str = "user.vmseal.fence";
 
+/// An extended attribute of the root directory: whether the user may do that, a [`crate::fencing::Fencing`] in JSON. A `vmseal-rbd` of an
+/// earlier version has none.
+pub const FENCING_ATTRIBUTE: &str = "user.vmseal.fencing";
+
+/// The longest value of [`FENCING_ATTRIBUTE`], in bytes.
+pub const FENCING_MAX: usize = 64;
+
 /// Extended attributes of files that are images: metadata of the image, without `user.` in front, which `rbd image-meta list` shows. They
 /// tell an operator who has nothing but Ceph's tools what the image is, and its header is what counts. `vmseal-rbd` takes no others.
 /// The last one is written last: where it is right, the others are.

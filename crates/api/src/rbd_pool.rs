@@ -107,6 +107,17 @@ impl RbdPool {
             && self.data_pool == other.data_pool
     }
 
+    /// The command that lets the pool's user do what a datastore needs, and this at the monitors. It replaces all that the user may do.
+    #[must_use]
+    pub fn caps_command(&self, also: Option<&str>) -> String {
+        let namespace = self.namespace.as_ref();
+        let namespace = namespace.map_or_else(String::new, |it| format!(" namespace={it}"));
+        let pools = [Some(&self.pool), self.data_pool.as_ref()].into_iter().flatten();
+        let osd: Vec<_> = pools.map(|name| format!("profile rbd pool={name}{namespace}")).collect();
+        let also = also.map_or_else(String::new, |also| format!(", {also}"));
+        format!("ceph auth caps {} mon 'profile rbd{also}' osd '{}'", self.user, osd.join(", "))
+    }
+
     /// Checks what can be checked without the cluster.
     ///
     /// # Errors

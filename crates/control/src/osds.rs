@@ -10,9 +10,11 @@ use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::hosts::mounted;
+use crate::store::StoreError;
+use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::{Disk, DiskPart};
-use crate::store::policies::Policy;
+use crate::store::policies::{self, OnEncryptedOsds, Policy};
 
 /// A disk, or its replica, that is not, or would not be, on encrypted OSDs as its policy asks.
 pub(crate) struct Lacking {
@@ -93,6 +95,38 @@ pub(crate) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> O
         "policy '{}' has disks in pools of Ceph only on encrypted OSDs, and {why}",
         policy.name
     ))
+}
+
+/// The alarms of a host's VMs that have a disk, or the replica of one, on OSDs that are not encrypted, or not known to be, though their
+/// policies require it: one for each VM, whether it runs or not.
+pub(crate) async fn alarms(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<RaisedAlarm>, StoreError> {
+    let placed = policies::on_encrypted_osds(from, host).await?;
+    // Most hosts have no such VM.
+    if placed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let here = datastores::of_host(from, host).await?;
+    let mut raised: Vec<RaisedAlarm> = Vec::new();
+    for OnEncryptedOsds { vm, part, datastore, policy } in placed {
+        if raised.last().is_some_and(|alarm| alarm.target == vm) {
+            continue;
+        }
+        let Some(datastore) = here.iter().find(|known| known.id == datastore) else { continue };
+        let pool = datastore.on(host).and_then(|on| on.location.pool());
+        let facts = datastore.osds.facts;
+        let Some(why) = pool.and_then(|pool| facts.lacking(&datastore.name, pool)) else {
+            continue;
+        };
+        let (name, elsewhere) = (&datastore.name, part.elsewhere(&policy));
+        let detail = format!(
+            "{part} is in datastore '{name}', and policy '{policy}' requires encrypted OSDs: {why}. Otherwise {elsewhere}, or change the policy (vmseal policy set {policy} --osd-encryption any). A guest that runs goes on; the VM does not start again until then"
+        );
+        raised.push(RaisedAlarm { code: "osd-not-encrypted", target: vm, detail, reason: None });
+    }
+    Ok(raised)
 }
 
 /// The datastores of those of these disks that are in pools.

@@ -23,6 +23,7 @@ use fuser::{
     ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use vmseal_api::fencing::Fencing;
 use vmseal_api::rbd::{ASK_TICKET, ASK_WHOLE, Mounted, WHOLE};
 
 use crate::answers::{Refuse, answer};
@@ -84,6 +85,8 @@ pub struct FileSystem {
     room: Mutex<Option<(Instant, (u64, u64))>>,
     rooms: Rooms,
     osds: Osds,
+    /// Whether the user may fence, and when the monitors have said so.
+    fencing: Mutex<Option<(Instant, Fencing)>>,
     owner: (u32, u32),
 }
 
@@ -143,6 +146,7 @@ impl FileSystem {
             last_listing: AtomicU64::new(0),
             names: Mutex::default(),
             room: Mutex::default(),
+            fencing: Mutex::default(),
             owner,
         }
     }

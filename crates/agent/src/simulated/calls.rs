@@ -167,9 +167,10 @@ impl Inside {
         let mounted_key = self.mounted_key(&spec.location);
         let mount = self.mount(&spec.location);
         let osds = spec.location.pool().and(self.osds);
+        let fencing = spec.location.pool().and(self.fencing);
         let available = |free| {
             let usage = DatastoreUsage { capacity: CAPACITY, free };
-            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds }
+            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds, fencing }
         };
         if let Some(free) = self.free {
             return available(free);

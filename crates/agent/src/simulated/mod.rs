@@ -44,6 +44,7 @@ use tokio::sync::watch;
 use vmseal_api::boot::BootDevice;
 use vmseal_api::datastore::{HeaderRole, Messenger, MountFacts};
 use vmseal_api::dump::PanicDump;
+use vmseal_api::fencing::Fencing;
 use vmseal_api::filter::BitmapStatus;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
@@ -344,6 +345,8 @@ struct Inside {
     mounted_messengers: BTreeMap<PathBuf, Messenger>,
     /// What the monitors of a cluster say of its OSDs.
     osds: Option<OsdEncryption>,
+    /// Whether the users of pools may have other hosts kept from them.
+    fencing: Option<Fencing>,
     /// The keys of pools that their cluster refuses.
     refused_keys: Vec<Vec<u8>>,
     /// The monitors that are of another cluster, and its fsid.
@@ -396,6 +399,7 @@ impl SimulatedHost {
             mounts: BTreeMap::new(),
             mounted_messengers: BTreeMap::new(),
             osds: None,
+            fencing: None,
             refused_keys: Vec::new(),
             other_clusters: BTreeMap::new(),
             fail_disks: BTreeSet::new(),
@@ -510,6 +514,11 @@ impl SimulatedHost {
     /// Sets what the monitors of a cluster say of its OSDs; none is a host of an earlier version, which does not say it.
     pub fn set_osds(&self, osds: Option<OsdEncryption>) {
         self.inside().osds = osds;
+    }
+
+    /// Sets whether the users of pools may have other hosts kept from them; none is a `vmseal-rbd` of an earlier version, which does not say it.
+    pub fn set_fencing(&self, fencing: Option<Fencing>) {
+        self.inside().fencing = fencing;
     }
 
     /// Sets how much room the datastores have, in bytes.

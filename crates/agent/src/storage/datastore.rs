@@ -22,7 +22,7 @@ use crate::storage::home;
 use crate::storage::mark::{
     MARKER, check_marker, directory, marked, marker, put, put_shared, usage, with_mark,
 };
-use crate::storage::pool::{facts, mounted, osds};
+use crate::storage::pool::{facts, fencing, mounted, osds};
 
 /// How deep a new datastore is searched for others below it.
 const BELOW_DEPTH_MAX: usize = 5;
@@ -146,10 +146,11 @@ pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
     match marked(spec).and_then(usage) {
         Ok(usage) => {
             let (pools, osds) = (facts(&spec.location), osds(&spec.location));
+            let fencing = fencing(&spec.location);
             let mounted = mounted(&spec.location);
             let mount = mounted.as_ref().and_then(Mounted::facts);
             let mounted_key = mounted.and_then(|it| it.key);
-            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds }
+            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds, fencing }
         }
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }

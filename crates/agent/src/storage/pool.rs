@@ -18,9 +18,12 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
+use vmseal_api::fencing::Fencing;
 use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::rbd::{Mounted, OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX};
+use vmseal_api::rbd::{
+    FENCING_ATTRIBUTE, FENCING_MAX, Mounted, OSDS_ATTRIBUTE, OSDS_MAX, POOLS_ATTRIBUTE, POOLS_MAX,
+};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_secret::SecretBytes;
 
@@ -336,6 +339,19 @@ pub fn osds(of: &DatastoreLocation) -> Option<OsdEncryption> {
         Err(_) => OsdsUnknown::NoAnswer,
     };
     Some(OsdEncryption::Unknown { why })
+}
+
+/// Whether a datastore's user may have the cluster take nothing more from other hosts; none of a directory, or where an earlier version serves
+/// the pool. Blocks.
+#[must_use]
+pub fn fencing(of: &DatastoreLocation) -> Option<Fencing> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return None };
+    let mut told = vec![0; FENCING_MAX];
+    match rustix::fs::getxattr(path, FENCING_ATTRIBUTE, &mut told[..]) {
+        Ok(length) => Some(serde_json::from_slice(&told[..length]).unwrap_or(Fencing::Unknown)),
+        Err(rustix::io::Errno::OPNOTSUPP) => None,
+        Err(_) => Some(Fencing::Unknown),
+    }
 }
 
 /// What the mount of a datastore says of itself; none of a directory, or where that is not said. Blocks.

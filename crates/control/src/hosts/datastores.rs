@@ -1,5 +1,5 @@
 //! One host's datastores: measured periodically while the host answers, with an alarm for each that is nearly
-//! full, does not answer, or has a wrong identity.
+//! full, does not answer, or has a wrong identity; and for each VM whose policy asks for more than they give.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
 use super::HostView;
+use crate::osds;
 use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::{Datastore, OnHost};
 use crate::store::{self, Store, StoreError};
@@ -64,8 +65,9 @@ impl DatastoreMonitor {
             // It was unshared meanwhile.
             let Some(spec) = datastore.spec_on(self.host) else { continue };
             let condition = self.agent.measure_datastore(spec).await?;
-            if let DatastoreCondition::Available { usage, pools, mounted_key, mount, osds } =
-                &condition
+            if let DatastoreCondition::Available {
+                usage, pools, mounted_key, mount, osds, ..
+            } = &condition
             {
                 // A cluster that does not say it for a moment keeps data as before.
                 let news = !pools.is_empty() && *pools != datastore.pools;
@@ -102,6 +104,7 @@ impl DatastoreMonitor {
         let source = store::alarms::source_of_datastores(self.host);
         let mut read = self.store.read().await?;
         raised.extend(less_redundant(&mut read, self.host).await?);
+        raised.extend(osds::alarms(&mut read, self.host).await?);
         let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);
         if !new_alarms {
@@ -196,14 +199,16 @@ fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
+    use vmseal_api::datastore::SetDatastore;
+    use vmseal_api::osd_encryption::{AskedOsds, OsdEncryption, OsdsUnknown, StatedOsds};
     use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
-    use vmseal_api::request::MoveVm;
+    use vmseal_api::request::{MoveVm, SetPolicy};
     use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
+    use crate::operation::Operation;
     use crate::services::caller::Caller;
-    use crate::services::{Outcome, mirror};
+    use crate::services::{Outcome, Services, datastores as service, mirror, set_policy};
     use crate::store::policies;
     use crate::testing::Fixture;
 
@@ -360,6 +365,75 @@ mod tests {
         vec![PoolFacts { pool, layout, failure_domain, compression: None }]
     }
 
+    async fn move_to_pool(fixture: &Fixture, services: &Services, vm: &str) {
+        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+        let me = Caller::administrator("me");
+        let begun = mirror::move_disks(services, &me, vm, request, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("it does not move") };
+        fixture.ends_well(task.id).await;
+    }
+
+    #[tokio::test]
+    async fn a_vm_on_osds_that_are_not_encrypted_any_more_has_an_alarm_until_they_are() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let (services, me) =
+            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+        let vm = fixture.made("web", "encrypted").await;
+        fixture.made("other", "plain").await;
+        let (plain, encrypted) =
+            (OsdEncryption::No { osds: 3, plain: 1 }, OsdEncryption::Yes { osds: 3 });
+        let unknown = |why| OsdEncryption::Unknown { why };
+        fixture.agent.set_osds(Some(encrypted));
+        watch.round().await.unwrap();
+        let ask = async |asked| {
+            let request = SetPolicy { osd_encryption: Some(asked), ..SetPolicy::default() };
+            set_policy::set(&services, &me, "encrypted", request, false).await.map(drop).unwrap();
+        };
+        ask(AskedOsds::Required).await;
+        for vm in ["web", "other"] {
+            move_to_pool(&fixture, &services, vm).await;
+        }
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+
+        let raised = &["osd-not-encrypted web"][..];
+        for (told, alarms) in [
+            (encrypted, &[][..]),
+            (plain, raised),
+            // A cluster that does not answer for a moment has the OSDs that it had.
+            (unknown(OsdsUnknown::NoAnswer), raised),
+            (encrypted, &[]),
+            (unknown(OsdsUnknown::NotAllowed), raised),
+            (encrypted, &[]),
+            (plain, raised),
+        ] {
+            fixture.agent.set_osds(Some(told));
+            watch.round().await.unwrap();
+            assert_eq!(fixture.alarms().await, alarms, "after {told:?}");
+        }
+        assert!(fixture.agent.runs(vm), "a guest that runs goes on");
+        let events = fixture.events("alarm.raised").await;
+        let told = &events.last().unwrap().detail;
+        assert!(told.contains("policy 'encrypted' requires encrypted OSDs"), "{told}");
+        assert!(told.contains("for 1 of 3 OSDs"), "{told}");
+
+        // An administrator knows better; and then asks for nothing.
+        let state = async |stated| {
+            let request = SetDatastore { osd_encryption: Some(stated), ..SetDatastore::default() };
+            service::set(&services, &me, "ceph", request, false).await.map(drop).unwrap();
+        };
+        state(StatedOsds::Yes).await;
+        watch.round().await.unwrap();
+        assert!(fixture.alarms().await.is_empty());
+        state(StatedOsds::Ask).await;
+        watch.round().await.unwrap();
+        assert_eq!(fixture.alarms().await, raised);
+        ask(AskedOsds::Any).await;
+        watch.round().await.unwrap();
+        assert!(fixture.alarms().await.is_empty());
+    }
+
     #[tokio::test]
     async fn a_vm_whose_pool_loses_its_redundancy_has_an_alarm_until_it_has_it_again() {
         let fixture = Fixture::new().await;
@@ -377,13 +451,9 @@ mod tests {
         watch.round().await.unwrap();
         assert_eq!(fixture.alarms().await, ["less-redundant web"]);
         let services = fixture.services(Recipient::generate().unwrap());
-        let me = Caller::administrator("me");
         fixture.agent.set_pools(mirrored(3));
         watch.round().await.unwrap();
-        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
-        let begun = mirror::move_disks(&services, &me, "web", request, false).await;
-        let Ok(Outcome::Done(task)) = begun else { panic!("it does not move") };
-        fixture.ends_well(task.id).await;
+        move_to_pool(&fixture, &services, "web").await;
         for (copies, alarms) in [(2, &[][..]), (1, &["less-redundant web"]), (3, &[])] {
             fixture.agent.set_pools(mirrored(copies));
             watch.round().await.unwrap();

@@ -10,6 +10,7 @@ pub mod join;
 mod key_delivery;
 pub mod keys;
 mod left;
+pub(crate) mod may_fence;
 mod monitor;
 pub(crate) mod mounted;
 mod panics;

@@ -9,7 +9,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Disk;
-use crate::store::policies::Policy;
+use crate::store::policies::{self, Policy};
+use crate::store::vms::Vm;
 use crate::store::{Store, StoreError};
 
 /// Refuses disks, and replicas of disks, in pools of Ceph whose connections are not as the policy has it, or not yet where the host has
@@ -25,7 +26,7 @@ pub(crate) async fn require_messenger(
 ) -> Result<(), Problem> {
     policy.require_messenger(disks)?;
     let open = mounted_in_the_clear(from, policy, host, disks, is_open).await?;
-    open.first().map_or(Ok(()), |datastore| Err(refusal(policy, host, datastore)))
+    open.first().map_or(Ok(()), |datastore| Err(refusal(policy, host, datastore, true)))
 }
 
 /// The same as it is now: a host whose mount was noted as open, or may be by a former way, says whether it is.
@@ -49,8 +50,8 @@ pub(crate) async fn require_messenger_now(
         match agent.measure_datastore(spec).await? {
             DatastoreCondition::Available { mount: Some(mount), .. }
                 if mount.messenger == Messenger::Secure => {}
-            DatastoreCondition::Available { .. } => {
-                return Err(refusal(policy, host, &datastore));
+            DatastoreCondition::Available { mount, .. } => {
+                return Err(refusal(policy, host, &datastore, mount.is_some()));
             }
             // Also where somebody else measures it just now: it is asked again.
             DatastoreCondition::Unavailable { detail } => {
@@ -64,6 +65,24 @@ pub(crate) async fn require_messenger_now(
         }
     }
     Ok(())
+}
+
+/// The same of disks of a VM on a host that it is to go to, where the VM's policy asks for it.
+///
+/// # Errors
+/// As for [`require_messenger_now`].
+pub(crate) async fn require_messenger_at(
+    store: &Store,
+    agent: &dyn HostAgent,
+    vm: &Vm,
+    host: HostId,
+    disks: &[Disk],
+) -> Result<(), Problem> {
+    let policy = policies::find(&mut *store.read().await?, &vm.policy.to_string()).await?;
+    match policy {
+        Some(policy) => require_messenger_now(store, agent, &policy, host, disks).await,
+        None => Ok(()),
+    }
 }
 
 /// Whether a host has a pool mounted with open connections, as it was last told.
@@ -98,12 +117,13 @@ async fn mounted_in_the_clear(
     Ok(here)
 }
 
-fn refusal(policy: &Policy, host: HostId, datastore: &Datastore) -> Problem {
+/// `says`: whether the host says how it has the pool mounted.
+fn refusal(policy: &Policy, host: HostId, datastore: &Datastore, says: bool) -> Problem {
     let (name, on) = (&datastore.name, datastore.on(host));
     let host = on.map_or("", |on| on.host_name.as_str());
-    let how = match on.and_then(|on| on.mount.as_ref()) {
-        Some(_) => format!("still has datastore '{name}' mounted with messenger 'crc'"),
-        None => format!(
+    let how = match says {
+        true => format!("still has datastore '{name}' mounted with messenger 'crc'"),
+        false => format!(
             "does not say how it has datastore '{name}' mounted, as what serves it is of an earlier version"
         ),
     };

@@ -33,7 +33,7 @@ use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
 use crate::hosts::keys::Purpose;
-use crate::hosts::{definition_with, is_silence};
+use crate::hosts::{definition_with, is_silence, mounted};
 use crate::operation::Operation;
 use crate::stalls;
 use crate::store::disks::Disk;
@@ -472,7 +472,9 @@ async fn fits(
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
     let spec = definition_with(&services.store, vm.id, host.id, &to).await.map_err(failed)?;
     image_layouts::fits(view.has(IMAGE_LAYOUTS), &spec, &to)?;
-    for disk in disks.iter().filter(|disk| to.iter().all(|copy| copy.disk != disk.id)) {
+    let is_copied = |disk: &Disk| to.iter().any(|copy| copy.disk == disk.id);
+    let stay: Vec<Disk> = disks.iter().filter(|disk| !is_copied(disk)).cloned().collect();
+    for disk in &stay {
         let place = spec.disk(disk.id).map_or(&disk.datastore, |disk| &disk.datastore);
         let there = match agent.measure_datastore(place.clone()).await.map_err(failed)? {
             DatastoreCondition::Available { .. } => continue,
@@ -481,6 +483,10 @@ async fn fits(
         };
         return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
     }
+    // The pools are mounted there by now, if they were not.
+    mounted::require_messenger_at(&services.store, &*agent, vm, host.id, &stay)
+        .await
+        .map_err(failed)?;
     medium::require_same(services, vm, &host, &*agent).await?;
     examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
     let encrypted = is_encrypted(services, vm, &host);

@@ -19,7 +19,7 @@ use super::caller::{Caller, Privilege};
 use super::{
     Outcome, PageRequest, Services, examine_change, features, image_layouts, page_of, room,
 };
-use crate::hosts::mounted;
+use crate::hosts::{may_fence, mounted};
 use crate::operation::Operation;
 use crate::osds;
 use crate::stalls;
@@ -28,8 +28,8 @@ use crate::store::links::{self, Link};
 use crate::store::snapshots::Snapshot;
 use crate::store::tasks::Task;
 use crate::store::{
-    Part, StoreError, Write, datastores, disks, free_name, hosts, nics, policies, providers, tasks,
-    vms,
+    Part, StoreError, Write, datastores, disks, evacuations, free_name, hosts, nics, policies,
+    providers, tasks, vms,
 };
 use crate::tasks::{Engine, steps};
 
@@ -421,6 +421,7 @@ pub async fn start(
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
         require_places(services, &vm, &disks).await?;
+        require_former_kept_away(services, &vm, &disks).await?;
     }
     let operation = Operation::StartVm { vm: vm.id, boot_once };
     if is_suspended && discard_memory && !dry_run {
@@ -458,6 +459,19 @@ async fn require_places(
     let agent = services.hosts.connected(vm.host)?;
     mounted::require_messenger_now(&services.store, &*agent, &policy, vm.host, disks).await?;
     osds::require(&mut *services.store.read().await?, &policy, disks).await
+}
+
+/// Refuses a VM that was taken from a host which may still run it, where its host may not keep that one from the disks, as its start would.
+async fn require_former_kept_away(
+    services: &Services,
+    vm: &vms::Vm,
+    disks: &[disks::Disk],
+) -> Result<(), Problem> {
+    if !evacuations::is_awaited(&mut *services.store.read().await?, vm.id).await? {
+        return Ok(());
+    }
+    let agent = services.hosts.connected(vm.host)?;
+    may_fence::require(&services.store, &*agent, vm.host, disks).await
 }
 
 /// Refuses a VM whose host is emptied, before anything is done for its start.

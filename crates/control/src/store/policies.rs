@@ -3,14 +3,14 @@
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::host::{Allocation, DiskLimits};
-use vmseal_api::id::{HostId, PolicyId, ProviderId};
+use vmseal_api::id::{DatastoreId, HostId, PolicyId, ProviderId};
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Replication;
 use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::redundancy::{PoolFacts, Redundancy};
 
-use super::disks::{Disk, Place};
+use super::disks::{Disk, DiskPart, Place};
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A policy as the inventory has it.
@@ -304,6 +304,44 @@ pub async fn protected_on(
     .fetch_all(from)
     .await?;
     rows.into_iter().map(Protected::try_from).collect()
+}
+
+/// What of a VM's disk is in a datastore, where its policy requires encrypted OSDs.
+#[derive(Clone, Debug)]
+pub struct OnEncryptedOsds {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk's image, or its replica.
+    pub part: DiskPart,
+    /// The datastore.
+    pub datastore: DatastoreId,
+    /// The policy's name.
+    pub policy: String,
+}
+
+/// The disks, and replicas of disks, of a host's VMs whose policies require encrypted OSDs: those of one VM after one another.
+pub async fn on_encrypted_osds(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<OnEncryptedOsds>, StoreError> {
+    let rows: Vec<(String, String, bool, String, String)> = sqlx::query_as(
+        "SELECT v.name, d.name, i.role = 'replica', i.datastore_id, p.name
+         FROM placements o JOIN vms v ON v.id = o.vm_id JOIN policies p ON p.id = v.policy_id
+              JOIN disks d ON d.vm_id = v.id
+              JOIN volumes i ON i.disk_id = d.id AND i.role IN ('image', 'replica')
+         WHERE o.host_id = $1 AND o.role = 'owner' AND p.osd_encryption = $2
+         ORDER BY v.name, d.position, i.role",
+    )
+    .bind(host.to_string())
+    .bind(to_name(&AskedOsds::Required))
+    .fetch_all(from)
+    .await?;
+    let read = |(vm, disk, is_replica, datastore, policy): (_, _, bool, String, _)| {
+        let part = if is_replica { DiskPart::Replica(disk) } else { DiskPart::Image(disk) };
+        let datastore = parse(&datastore, "a datastore's id")?;
+        Ok::<_, StoreError>(OnEncryptedOsds { vm, part, datastore, policy })
+    };
+    rows.into_iter().map(read).collect()
 }
 
 /// How many VMs have a policy.

@@ -25,6 +25,7 @@ use super::run::{Run, StepError, internal, wrong_state};
 use super::start_vm::{self, locked};
 use super::step::{Limit, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
+use crate::hosts::may_fence;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
@@ -141,6 +142,12 @@ async fn check(run: &Run<'_>) -> Result<u64, StepError> {
     }
     // One that does not answer would leave it where nobody can start it.
     run.host_state(to, None).await?;
+    // Nor one that cannot keep the former host away, or would not start it.
+    let agent = run.hosts().agent(to)?;
+    may_fence::require(run.store(), &*agent, to, &run.disks().await?).await?;
+    if let Operation::EvacuateVm { starts: true, .. } = run.task.operation {
+        start_vm::require_places(run, &vm, to).await?;
+    }
     if let Some(key) = &vm.key {
         let kek = keys::fetch(&run.context.providers, &vm, key, Purpose::Encrypt).await;
         drop(kek.map_err(locked)?);

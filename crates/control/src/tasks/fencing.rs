@@ -5,7 +5,7 @@ use vmseal_api::host::{Fence, VmSpec};
 use vmseal_api::problem::ErrorCode;
 
 use super::run::{Run, StepError, internal};
-use crate::hosts::{definition, for_agent};
+use crate::hosts::{definition, for_agent, may_fence};
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 use crate::store::{evacuations, placements};
@@ -30,6 +30,8 @@ pub(super) async fn keep_former_away(run: &Run<'_>, vm: &Vm) -> Result<(), StepE
     if !is_on_pools(&spec) || !run.has_feature(vm, FENCE_VMS).await? {
         return Ok(());
     }
+    // What is begun cannot be ended by a host that may not.
+    may_fence::require(run.store(), &*run.agent(vm)?, vm.host, &run.disks().await?).await?;
     match take(run, generation).await {
         // The lease is later than what the inventory knows: another host may have the images. If it has, it keeps them, and the start fails.
         Err(StepError::Final(problem)) if problem.code == ErrorCode::Conflict => {

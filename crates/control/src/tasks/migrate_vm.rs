@@ -204,8 +204,24 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let copies = copies_at(&mut read, &disks, know_shared_tpm, &ends).await?;
     let former = former_of(&mut read, &disks, &copies, ends.from).await?;
     let generation = placements::next_generation(&mut read, run.vm_id).await?;
+    drop(read);
+    require_messenger(run, &disks, &copies, &ends).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
     Ok(Checked { disks, generation, copies, former, began })
+}
+
+/// Refuses a destination that has a pool of disks which stay there mounted over connections that the VM's policy does not allow, as a start there
+/// would.
+async fn require_messenger(
+    run: &Run<'_>,
+    disks: &[Disk],
+    copies: &[ArrivingCopy],
+    ends: &Ends,
+) -> Result<(), StepError> {
+    let is_copied = |disk: &Disk| copies.iter().any(|copy| copy.disk == disk.id);
+    let stay: Vec<Disk> = disks.iter().filter(|disk| !is_copied(disk)).cloned().collect();
+    let (vm, agent) = (run.vm().await?, agent_of(run, ends.to)?);
+    Ok(hosts::mounted::require_messenger_at(run.store(), &*agent, &vm, ends.to, &stay).await?)
 }
 
 /// The disks of a VM that must run on this host still.

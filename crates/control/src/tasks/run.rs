@@ -225,11 +225,20 @@ impl Run<'_> {
 
     /// Whether the agent of the VM's host has a feature. It is asked itself where its monitor has no description of it yet.
     pub(super) async fn has_feature(&self, vm: &Vm, feature: &str) -> Result<bool, Problem> {
-        let view = self.hosts().view(vm.host);
+        self.host_has_feature(vm.host, feature).await
+    }
+
+    /// Whether the agent of a host knows of a feature.
+    pub(super) async fn host_has_feature(
+        &self,
+        host: HostId,
+        feature: &str,
+    ) -> Result<bool, Problem> {
+        let view = self.hosts().view(host);
         if view.description.is_some() {
             return Ok(view.has(feature));
         }
-        let description = self.agent(vm)?.describe().await?;
+        let description = self.hosts().agent(host)?.describe().await?;
         Ok(description.features.iter().any(|known| known == feature))
     }
 

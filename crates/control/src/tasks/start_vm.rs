@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use tokio::time::Instant;
 use vmseal_api::host::version::{MEMORY_GENERATION, STALLS};
 use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
+use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::fencing;
@@ -19,7 +20,7 @@ use crate::operation::Operation;
 use crate::osds;
 use crate::stalls;
 use crate::store::vms::Vm;
-use crate::store::{memory_generations, policies};
+use crate::store::{hosts, memory_generations, policies};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,7 +151,7 @@ pub(super) async fn power_on(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     // A guest that only reboots goes on as it is.
     if !matches!(run.task.operation, Operation::RebootVm { .. }) {
-        require_places(run, &vm).await?;
+        require_places(run, &vm, vm.host).await?;
     }
     fencing::keep_former_away(run, &vm).await?;
     let agent = run.agent(&vm)?;
@@ -240,17 +241,19 @@ async fn outdate_memory(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Refuses connections to storage that the VM's policy does not allow, OSDs that are not encrypted as it asks, and an agent that does not
-/// have requests fail as it asks.
-async fn require_places(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
+/// Refuses connections of a host to storage that the VM's policy does not allow, OSDs that are not encrypted as it asks, and an agent that
+/// does not have requests fail as it asks.
+pub(super) async fn require_places(run: &Run<'_>, vm: &Vm, host: HostId) -> Result<(), StepError> {
     let disks = run.disks().await?;
-    if stalls::asked(&disks) && !run.has_feature(vm, STALLS).await? {
-        return Err(stalls::refused(&vm.host_name).into());
+    if stalls::asked(&disks) && !run.host_has_feature(host, STALLS).await? {
+        let named = hosts::find(&mut *run.store().read().await?, &host.to_string()).await?;
+        let named = named.map_or_else(|| host.to_string(), |host| host.name);
+        return Err(stalls::refused(&named).into());
     }
     let policy = policies::find(&mut *run.store().read().await?, &vm.policy.to_string()).await?;
     let Some(policy) = policy else { return Ok(()) };
-    let agent = run.agent(vm)?;
-    mounted::require_messenger_now(run.store(), &*agent, &policy, vm.host, &disks).await?;
+    let agent = run.hosts().agent(host)?;
+    mounted::require_messenger_now(run.store(), &*agent, &policy, host, &disks).await?;
     Ok(osds::require(&mut *run.store().read().await?, &policy, &disks).await?)
 }
 

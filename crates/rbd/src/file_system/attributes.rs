@@ -1,4 +1,4 @@
-//! Extended attributes: of the root how the cluster keeps what is stored, whether its OSDs are encrypted and who serves it, of directories how new images are cut into objects, and that
+//! Extended attributes: of the root how the cluster keeps what is stored, whether its OSDs are encrypted, whether hosts may be fenced and who serves it, of directories how new images are cut into objects, and that
 //! other hosts are to lose what is in them, and of files that are images what these say of themselves, which is metadata of the image.
 
 use std::ffi::OsStr;
@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
 use vmseal_api::rbd::{
-    FENCE_ATTRIBUTE, IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES, NOTE_MAX,
-    OSDS_ATTRIBUTE, POOLS_ATTRIBUTE,
+    FENCE_ATTRIBUTE, FENCING_ATTRIBUTE, IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES,
+    NOTE_MAX, OSDS_ATTRIBUTE, POOLS_ATTRIBUTE,
 };
 
 use super::FileSystem;
@@ -73,6 +73,9 @@ impl FileSystem {
         }
         if of == Inode::ROOT && name == OSDS_ATTRIBUTE {
             return Ok(serde_json::to_vec(&self.osds.ask())?);
+        }
+        if of == Inode::ROOT && name == FENCING_ATTRIBUTE {
+            return Ok(serde_json::to_vec(&self.may_fence())?);
         }
         // Without the cluster, which may not answer.
         if of == Inode::ROOT && name == MOUNTED_ATTRIBUTE {

@@ -1,15 +1,17 @@
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::datastore::{Messenger, MountedWay};
+use vmseal_api::host::HostAgent;
 use vmseal_api::model;
-use vmseal_api::request::{AddDatastore, MoveVm, SetPolicy, ShareDatastore, StartVm};
+use vmseal_api::request::{AddDatastore, MigrateVm, MoveVm, SetPolicy, ShareDatastore, StartVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
+use crate::operation::Operation;
 use crate::services::datastore_keys::tests::{a_key, request, sealed};
 use crate::services::{
-    create_vm, datastores as service, mirror, remount, set_policy, sharing, vms,
+    create_vm, datastores as service, migrate, mirror, remount, set_policy, sharing, vms,
 };
-use crate::store::policies;
+use crate::store::{hosts, policies};
 use crate::testing::Fixture;
 
 /// Another monitor of the cluster.
@@ -63,7 +65,11 @@ impl Bench {
     }
 
     async fn remount_here(&self) {
-        remount::remount(&self.services, &self.me, "ceph", "here", false).await.unwrap();
+        self.remount_on("here").await;
+    }
+
+    async fn remount_on(&self, host: &str) {
+        remount::remount(&self.services, &self.me, "ceph", host, false).await.unwrap();
     }
 }
 
@@ -271,4 +277,59 @@ async fn a_policy_that_insists_is_kept_for_replicas_as_well() {
     bench.remount_here().await;
     starts().await.unwrap();
     creates().await.unwrap();
+}
+
+/// A guest that goes to another host with its memory alone has its disks by the connections of that host's mount from then on.
+#[tokio::test]
+async fn a_guest_goes_only_to_a_host_whose_mount_is_as_its_policy_has_it() {
+    let bench = Bench::new().await;
+    let fixture = &bench.fixture;
+    let vm = fixture.made("web", "encrypted").await;
+    let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+    let moved = mirror::move_disks(&bench.services, &bench.me, "web", request, false).await;
+    let Ok(Outcome::Done(task)) = moved else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    let mut write = fixture.store.write().await.unwrap();
+    let there = hosts::find(&mut write, "there").await.unwrap().unwrap().id;
+    let pool = datastores::find(&mut write, "ceph").await.unwrap().unwrap();
+    let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
+    policy.messenger = Some(Messenger::Secure);
+    policies::set(&mut write, &policy).await.unwrap();
+    write.commit().await.unwrap();
+    // Both hosts have it mounted as it was added.
+    bench.there.measure_datastore(pool.spec_on(there).unwrap()).await.unwrap();
+    let planned = async || {
+        let request = MigrateVm { host: Some("there".to_owned()), ..MigrateVm::default() };
+        migrate::migrate(&bench.services, &bench.me, "web", request, true).await.map(drop)
+    };
+    let (from, encrypted) = (fixture.host, true);
+    let (datastore, downtime_milliseconds, compresses) = (None, None, false);
+    let operation = || Operation::MigrateVm {
+        vm,
+        from,
+        to: there,
+        encrypted,
+        datastore,
+        downtime_milliseconds,
+        compresses,
+    };
+    let refused = async |told: &str| {
+        let refused = planned().await.unwrap_err();
+        assert!(refused.detail.contains(told), "{refused}");
+        let ended = fixture.ended(fixture.begin(operation(), "web").await).await;
+        assert_eq!(ended.state, model::TaskState::Failed);
+        let problem = ended.problem.unwrap();
+        assert!(problem.detail.contains(told), "{problem}");
+        assert!(fixture.agent.runs(vm) && !bench.there.runs(vm), "where it runs");
+    };
+    refused("datastore set ceph --messenger secure").await;
+    bench.set(secure(), false).await.unwrap();
+    bench.remount_here().await;
+    let former = "host 'there' still has datastore 'ceph' mounted with messenger 'crc': mount it anew (vmseal datastore remount ceph --host there)";
+    refused(former).await;
+    bench.remount_on("there").await;
+    planned().await.unwrap();
+    fixture.done(operation(), "web").await;
+    assert!(!fixture.agent.runs(vm) && bench.there.runs(vm), "where it runs");
 }

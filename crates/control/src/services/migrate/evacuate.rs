@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::version::FENCE_VMS;
-use vmseal_api::host::{DatastoreSpec, HostDescription, Power};
+use vmseal_api::host::{HostDescription, Power};
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::EvacuateVm;
@@ -17,14 +17,16 @@ use super::{
     same_machine, takes_vms,
 };
 use crate::hosts::keys::Purpose;
+use crate::hosts::{may_fence, mounted};
 use crate::operation::Operation;
+use crate::osds;
 use crate::services::caller::{Caller, Privilege};
 use crate::services::vms::{begin, find, require_ready};
 use crate::services::{Outcome, Services, hosts};
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::vms::Vm;
-use crate::store::{datastores, nics};
+use crate::store::{datastores, nics, policies};
 
 /// For how long a host must not have answered: an agent that restarts is back within seconds, and the cluster takes a client for dead after
 /// half a minute.
@@ -35,6 +37,9 @@ const FENCED: &str = "nobody knows whether the guest runs on its host: the clust
 
 /// What is said of other VMs.
 const OTHERS: &str = "if that host is alive, its other VMs on the same pools stand still for some seconds, as when vmseal-rbd dies there";
+
+/// What is said beside a policy that keeps a VM from being started.
+const OR_STAYS_OFF: &str = ". Or evacuate the VM without starting it (--no-start)";
 
 /// Gives a VM whose host does not answer to another host.
 pub async fn evacuate(
@@ -63,19 +68,22 @@ pub(crate) async fn evacuate_after(
     }
     require_silent(services, &vm, silence)?;
     let pools = pools(services, &vm, &disks).await?;
-    let wanted = Wanted::of(&vm, &request);
+    let (of, wanted) = ((&vm, disks.as_slice(), pools.as_slice()), Wanted::of(&vm, &request));
+    if wanted.starts {
+        require_osds(services, &vm, &disks).await?;
+    }
     let (fit, refused) = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            let fit = fits(services, &vm, &pools, wanted, host).await;
+            let fit = fits(services, of, wanted, host).await;
             (fit.map_err(|why| cannot_go(&vm, &name, &why))?, Vec::new())
         }
         None => {
             let mut candidates = Candidates::default();
             for host in others(services, &vm).await? {
                 let name = host.name.clone();
-                candidates.add(&name, fits(services, &vm, &pools, wanted, host).await, None);
+                candidates.add(&name, fits(services, of, wanted, host).await, None);
             }
             candidates.best(&vm)?
         }
@@ -213,8 +221,7 @@ async fn pools(
 /// Whether a VM can go to a host; or why not.
 async fn fits(
     services: &Services,
-    vm: &Vm,
-    pools: &[(datastores::Datastore, String)],
+    (vm, disks, pools): (&Vm, &[Disk], &[(datastores::Datastore, String)]),
     wanted: Wanted,
     host: Host,
 ) -> Result<Fit, String> {
@@ -230,14 +237,23 @@ async fn fits(
     }
     let agent = services.hosts.connected(host.id).map_err(failed)?;
     for (pool, disk) in pools {
-        let place = place(pool, disk, &host)?;
-        match agent.measure_datastore(place).await.map_err(failed)? {
+        let on = place(pool, disk, &host)?;
+        let condition = agent.measure_datastore(pool.spec(on)).await.map_err(failed)?;
+        if let Some(why) = may_fence::lacking(pool, on, &condition) {
+            return Err(why);
+        }
+        match condition {
             DatastoreCondition::Available { .. } => {}
             DatastoreCondition::WrongMark { detail }
             | DatastoreCondition::Unavailable { detail } => {
                 return Err(format!("datastore '{}' is not there: {detail}", pool.name));
             }
         }
+    }
+    if wanted.starts {
+        // The VM would be there, and not start.
+        let allowed = mounted::require_messenger_at(&services.store, &*agent, vm, host.id, disks);
+        allowed.await.map_err(|problem| format!("{}{OR_STAYS_OFF}", problem.detail))?;
     }
     let mut read = services.store.read().await.map_err(|error| failed(error.into()))?;
     let nics = nics::of_vm(&mut read, vm.id).await.map_err(|error| failed(error.into()))?;
@@ -253,9 +269,24 @@ async fn fits(
     Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }
 
+/// Refuses a VM that would not start on any host, as its OSDs are not encrypted as its policy asks.
+async fn require_osds(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
+    let mut read = services.store.read().await?;
+    let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
+    let Some(policy) = policy else { return Ok(()) };
+    osds::require(&mut read, &policy, disks).await.map_err(|problem| {
+        let detail = format!("{}{OR_STAYS_OFF}", problem.detail);
+        Problem { detail, ..problem }
+    })
+}
+
 /// Where a host has a pool that a disk is on.
-fn place(pool: &datastores::Datastore, disk: &str, host: &Host) -> Result<DatastoreSpec, String> {
-    pool.spec_on(host.id).ok_or_else(|| {
+fn place<'a>(
+    pool: &'a datastores::Datastore,
+    disk: &str,
+    host: &Host,
+) -> Result<&'a datastores::OnHost, String> {
+    pool.on(host.id).ok_or_else(|| {
         format!(
             "it does not have datastore '{}', which disk '{disk}' is on: share that with it, where another host that has it answers (vmseal datastore share {} --host {})",
             pool.name, pool.name, host.name

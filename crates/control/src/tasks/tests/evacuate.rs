@@ -4,16 +4,18 @@
 use std::time::Duration;
 
 use vmseal_api::datastore::{Messenger, RbdPool};
+use vmseal_api::fencing::Fencing;
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::id::HostId;
-use vmseal_api::request::EvacuateVm;
+use vmseal_api::osd_encryption::AskedOsds;
+use vmseal_api::request::{EvacuateVm, StartVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::services::Outcome;
 use crate::services::caller::Caller;
 use crate::services::migrate::evacuate::{SILENCE_MIN, evacuate_after};
-use crate::store::{datastores, evacuations, hosts, placements};
+use crate::store::{datastores, evacuations, hosts, placements, policies};
 
 /// The host that falls silent.
 const SILENT: &str = "there";
@@ -360,4 +362,109 @@ async fn what_cannot_be_fenced_or_may_be_back_soon_stays() {
     let refused = asked(&fixture, any, (Duration::ZERO, true)).await.unwrap_err();
     assert!(refused.detail.contains("vmseal vm migrate web"), "{refused}");
     assert!(fixture.agent_of(SILENT).runs(vm));
+}
+
+/// What gives the user of the pool the right to keep others from it.
+const CAPS: &str = "ceph auth caps client.vmseal mon 'profile rbd' osd 'profile rbd pool=vms'";
+
+/// Nothing has been done for an evacuation.
+async fn assert_nothing_begun(fixture: &Fixture, vm: VmId) {
+    let from = silent_host(fixture).await.id;
+    assert_eq!(fixture.vm(vm).await.unwrap().host, from);
+    let mut read = fixture.store.read().await.unwrap();
+    assert!(evacuations::of_host(&mut read, from).await.unwrap().is_empty());
+    assert_eq!((fixture.agent.lease(vm), fixture.calls(Call::FenceVm)), (None, 0));
+}
+
+/// It would be found when the inventory names the other host already.
+#[tokio::test]
+async fn a_host_that_may_keep_nobody_away_gets_no_vm() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Running.before(&fixture).await;
+    make_pool(&fixture).await;
+    fixture.agent.set_fencing(Some(Fencing::NotAllowed));
+    for no_start in [false, true] {
+        let request = EvacuateVm { host: None, no_start };
+        let refused = asked(&fixture, request, (Duration::ZERO, true)).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.contains(CAPS), "{refused}");
+        let remount = "vmseal datastore remount local --host here";
+        assert!(refused.detail.contains(remount), "{refused}");
+    }
+    // It was allowed when the task was asked for.
+    let operation = Was::Running.operation(&fixture, vm).await;
+    let ended = fixture.ended(fixture.begin(operation.clone(), "web").await).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains(CAPS), "{problem}");
+    assert_nothing_begun(&fixture, vm).await;
+
+    // A cluster that does not say it is asked when it is to be done.
+    for fencing in [Fencing::Unknown, Fencing::Allowed] {
+        fixture.agent.set_fencing(Some(fencing));
+        asked(&fixture, EvacuateVm::default(), (Duration::ZERO, true)).await.unwrap();
+    }
+    fixture.done(operation, "web").await;
+    Was::Running.assert_done(&fixture, vm, "it may keep others away").await;
+}
+
+/// The evacuation has ended before the disks were taken, and the right is lost before the start that is to take them.
+#[tokio::test]
+async fn a_start_that_may_keep_nobody_away_takes_nothing() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Running.before(&fixture).await;
+    make_pool(&fixture).await;
+    fixture.agent.inject(Call::FenceVm, 1, HostFault::Refuse(ErrorCode::Unsupported));
+    let task = fixture.begin(Was::Running.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
+    fixture.agent.set_fencing(Some(Fencing::NotAllowed));
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    // Its key is delivered first.
+    fixture
+        .eventually("the plan says why it would not start", async || {
+            let planned =
+                crate::services::vms::start(&services, &me, "web", StartVm::default(), true);
+            let refused = planned.await.err()?;
+            refused.detail.contains(CAPS).then_some(())
+        })
+        .await;
+    let start = Operation::StartVm { vm, boot_once: None };
+    let ended = fixture.ended(fixture.begin(start.clone(), "web").await).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains(CAPS), "{problem}");
+    assert_eq!((fixture.agent.lease(vm), fixture.agent.runs(vm)), (None, false));
+
+    fixture.agent.set_fencing(Some(Fencing::Allowed));
+    fixture.done(start, "web").await;
+    Was::Running.assert_done(&fixture, vm, "it was started once that was allowed").await;
+}
+
+/// It would be at its new host, and nobody could start it there.
+#[tokio::test]
+async fn a_vm_that_its_policy_keeps_from_starting_is_evacuated_only_to_stay_off() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Running.before(&fixture).await;
+    make_pool(&fixture).await;
+    let mut write = fixture.store.write().await.unwrap();
+    let mut policy = policies::find(&mut write, "encrypted").await.unwrap().unwrap();
+    policy.osd_encryption = Some(AskedOsds::Required);
+    policies::set(&mut write, &policy).await.unwrap();
+    write.commit().await.unwrap();
+    let any = EvacuateVm::default();
+    let refused = asked(&fixture, any, (Duration::ZERO, true)).await.unwrap_err();
+    assert!(refused.detail.contains("only on encrypted OSDs"), "{refused}");
+    assert!(refused.detail.contains("(--no-start)"), "{refused}");
+    let operation = Was::Running.operation(&fixture, vm).await;
+    let ended = fixture.ended(fixture.begin(operation, "web").await).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains("only on encrypted OSDs"), "{problem}");
+    assert_nothing_begun(&fixture, vm).await;
+
+    let off = EvacuateVm { host: None, no_start: true };
+    asked(&fixture, off, (Duration::ZERO, false)).await.unwrap();
+    assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host);
+    assert!(!fixture.agent.runs(vm), "it was not to be started");
 }
