@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use serde_json::Value;
+use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, PASSPHRASE, create, text};
 
 /// The passphrase of backups of the server.
@@ -115,6 +116,63 @@ fn a_vm_that_was_recrypted_since_the_backup_gets_the_key_that_its_disks_name() {
     here.wait_no_alarm("web", "key-differs").unwrap();
     assert_eq!(here.vm("web").unwrap()["key"], new["key"]);
     assert_eq!(here.boot_counter("web").unwrap(), 2);
+}
+
+#[test]
+fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
+    let mut here = Installation::new().unwrap();
+    here.create_counter("web", "encrypted").unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 1);
+    stop(&here, "web");
+    let given = file(&here, "backup.passphrase", OF_BACKUP);
+    let backup = text(&here.path("server.backup")).unwrap().to_owned();
+    let data_dir = text(&here.path("server")).unwrap().to_owned();
+    here.vmseal(&["server", "backup", "--to", &backup, "--passphrase-file", &given]).unwrap();
+    let old = here.vm("web").unwrap();
+    let first = old["disks"][0]["name"].as_str().unwrap();
+    let more = "datastore=local,size=4MiB,name=more";
+    here.vmseal(&["disk", "add", "web", "--disk", more]).unwrap();
+    here.vmseal(&["disk", "resize", "web", first, "--size", "16MiB"]).unwrap();
+    here.vmseal(&["nic", "add", "web", "--nic", "user,name=second"]).unwrap();
+    let new = here.vm("web").unwrap();
+    let place = here.path("datastore").join(new["id"].as_str().unwrap()).join("vm.json");
+    // The host writes it after it has answered.
+    let described = || {
+        let read: Value = serde_json::from_slice(&std::fs::read(&place).ok()?).ok()?;
+        let nics = read["nics"].as_array()?;
+        (nics.last()?["name"] == "second" && read["mac"].is_string()).then_some(())
+    };
+    eventually("its descriptor has the card", described).unwrap();
+
+    here.lose_server().unwrap();
+    let restore =
+        ["server", "restore", &backup, "--data-dir", &data_dir, "--passphrase-file", &given];
+    here.vmseal(&restore).unwrap();
+    here.start_server().unwrap();
+    here.wait_host().unwrap();
+    assert_eq!(here.vm("web").unwrap()["disks"], old["disks"]);
+    let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
+    assert_eq!(line(&tried, "web")["status"], "possible", "{tried}");
+    assert_eq!(line(&tried, "web")["newer"].as_array().unwrap().len(), 3, "{tried}");
+    assert_eq!(here.vm("web").unwrap()["disks"], old["disks"], "a dry run");
+    let found = here.json(&["datastore", "adopt", "local"]).unwrap();
+    assert_eq!(line(&found, "web")["status"], "begun", "{found}");
+    let after = here.vm("web").unwrap();
+    for (index, disk) in new["disks"].as_array().unwrap().iter().enumerate() {
+        for field in ["id", "name", "size", "encrypted"] {
+            assert_eq!(after["disks"][index][field], disk[field], "{field}: {after}");
+        }
+    }
+    let card = |vm: &Value| {
+        let last = vm["nics"].as_array().unwrap().last().unwrap().clone();
+        (last["name"].clone(), last["mac"].clone())
+    };
+    assert_eq!(card(&after), card(&new));
+    assert_eq!(here.boot_counter("web").unwrap(), 2);
+    stop(&here, "web");
+    let again = here.json(&["datastore", "adopt", "local"]).unwrap();
+    assert_eq!(line(&again, "web")["status"], "known", "{again}");
+    assert!(line(&again, "web")["newer"].is_null(), "{again}");
 }
 
 #[test]

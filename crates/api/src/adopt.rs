@@ -84,7 +84,7 @@ pub struct AdoptedVm {
     /// What an operator should know.
     pub detail: String,
     /// How the VM on the datastore is newer than the inventory has it, a sentence each: the inventory was restored from an
-    /// older backup.
+    /// older backup. Of a VM that is possible or begun it is what it gets, and what is not taken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub newer: Vec<String>,
 }
@@ -98,8 +98,9 @@ pub enum AdoptStatus {
     Known,
     /// It cannot be adopted as things are.
     Refused,
-    /// It would be adopted: nothing that is known stands against it.
+    /// It would be adopted, or get what it has on the datastore and not in the inventory: nothing that is known stands against
+    /// it.
     Possible,
-    /// A task adopts it.
+    /// A task adopts it, or what is newer of it.
     Begun,
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
-use vmseal_api::host::{DatastoreSpec, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::host::{DatastoreSpec, Device, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
     TaskId, VmId,
@@ -33,6 +33,10 @@ pub struct Definition {
     /// The key that the inventory has of it: the VM is known, and gets the key of the definition in place of this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<KeyReference>,
+    /// The disks and network cards that the inventory has of a VM that it knows, and that gets those of the definition in place of
+    /// them; none where it keeps its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replaces_devices: Option<Vec<Device>>,
 }
 
 /// What a task does; stored with it.

@@ -637,8 +637,7 @@ mod tests {
     fn the_command_line_is_the_golden_one() {
         let of = with_cards(spec(2, 2));
         let live = Live::at_start(&of);
-        let line_of =
-            |of: &VmSpec, accelerator| line(of, accelerator, &descriptors(), &live);
+        let line_of = |of: &VmSpec, accelerator| line(of, accelerator, &descriptors(), &live);
         let line = |accelerator| line_of(&of, accelerator);
         let golden = include_str!("../../tests/golden/qemu-arguments.txt");
         assert_eq!(line(AcceleratorKind::Tcg), golden.trim_end());

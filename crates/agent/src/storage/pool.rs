@@ -346,7 +346,7 @@ pub fn osds(of: &DatastoreLocation) -> Option<OsdEncryption> {
 #[must_use]
 pub fn fencing(of: &DatastoreLocation) -> Option<Fencing> {
     let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    let mut told = vec![0; FENCING_MAX];
+    let mut told = [0; FENCING_MAX];
     match rustix::fs::getxattr(path, FENCING_ATTRIBUTE, &mut told[..]) {
         Ok(length) => Some(serde_json::from_slice(&told[..length]).unwrap_or(Fencing::Unknown)),
         Err(rustix::io::Errno::OPNOTSUPP) => None,

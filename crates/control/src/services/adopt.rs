@@ -5,9 +5,10 @@
 //! is authenticated with its key, and a task has its host open every disk with that key before the VM is in the
 //! inventory.
 
+mod newer;
 mod rekeyed;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use futures_util::StreamExt;
 use futures_util::stream;
@@ -24,11 +25,11 @@ use vmseal_api::host::{
 use vmseal_api::id::{DatastoreId, DiskId, PolicyId, ProviderId, VmId, check_name};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
-use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 use vmseal_secret::derive::{KeyContext, Purpose, derive};
 use vmseal_secret::mac;
 
+use self::newer::{Changed, changed, newer};
 use self::rekeyed::rekeyed;
 use super::Services;
 use super::caller::{Caller, Privilege};
@@ -60,11 +61,15 @@ struct Known {
     vms: HashMap<VmId, Vm>,
     /// VMs that have another key than their disks, with that one; or why it cannot be had.
     rekeyed: HashMap<VmId, Result<Definition, String>>,
+    /// VMs whose descriptors have other disks or network cards, with those; or why these are not taken.
+    changed: HashMap<VmId, Result<Changed, String>>,
     /// The disks of the inventory, by id.
     disks: HashMap<DiskId, Placed>,
     policies: Vec<Policy>,
     providers: HashSet<ProviderId>,
     images: HashMap<(VmId, DiskId), FoundImage>,
+    /// Whether these are all images of the datastore.
+    has_all_images: bool,
 }
 
 /// Adopts the VMs of a datastore, or says what would become of them.
@@ -93,6 +98,7 @@ pub async fn adopt(
         found.push(completed(services, &known, &request, vm).await?);
     }
     known.rekeyed = rekeyed(services, &known, &found).await?;
+    known.changed = changed(services, &known, &found).await?;
     if let Some(missing) = request
         .vms
         .iter()
@@ -156,6 +162,7 @@ async fn known(
     let vms = vms::list(&mut read, &all).await?.into_iter();
     let policies = policies::list(&mut read, &all).await?.into_iter();
     let placed = disks::placed(&mut read).await?.into_iter();
+    let has_all_images = contents.incomplete.is_none();
     let of_disks = contents.images.into_iter().filter_map(|image| {
         let named = image.named.filter(|named| !named.half_made && !named.replica)?;
         Some(((named.vm, named.disk), image))
@@ -173,10 +180,12 @@ async fn known(
         places,
         vms: vms.map(|vm| (vm.id, vm)).collect(),
         rekeyed: HashMap::new(),
+        changed: HashMap::new(),
         disks: placed.filter_map(|disk| Some((disk.id.parse().ok()?, disk))).collect(),
         policies: policies.collect(),
         providers: providers::names(&mut read).await?.into_keys().collect(),
         images: of_disks.collect(),
+        has_all_images,
     })
 }
 
@@ -285,42 +294,13 @@ fn by_roles(images: &[HeaderDisk]) -> Result<(Hardware, Vec<(String, DiskRole)>)
     Ok((hardware, uses))
 }
 
-/// What the datastore has of a VM of the inventory that is newer than what the inventory says of it, for people: disks that
-/// were added or grew after the backup from which it was restored.
-fn newer(known: &Known, found: &FoundVm) -> Vec<String> {
-    let described: &[DescribedDisk] = match &found.descriptor {
-        FoundDescriptor::Read { descriptor, .. } => &descriptor.disks,
-        FoundDescriptor::Missing { .. } | FoundDescriptor::Unusable { .. } => &[],
-    };
-    let images = known.images.iter().filter(|((vm, _), _)| *vm == found.vm);
-    // In one order each time.
-    let images: BTreeSet<_> = images.map(|((_, disk), image)| (*disk, image.size)).collect();
-    let mut newer = Vec::new();
-    for (disk, length) in images {
-        let Some(placed) = known.disks.get(&disk) else {
-            let named = described.iter().find(|it| it.disk == disk);
-            let name = named.map(|it| format!(" '{}'", it.name)).unwrap_or_default();
-            newer.push(format!(
-                "its disk{name} {disk} is on the datastore and not in the inventory, which is older than it: leave its file where it is, and do not start the VM if it needs the disk"
-            ));
-            continue;
-        };
-        if let Some(known) = placed.image_length().filter(|known| *known < length) {
-            newer.push(format!(
-                "the image of its disk '{}' has {}, and the inventory knows of {}: it grew since. Make the disk as long here (vmseal disk resize) before the guest uses it",
-                placed.name,
-                Size(length),
-                Size(known),
-            ));
-        }
-    }
-    newer
-}
-
 /// A VM against which nothing stands that is known without its key.
 struct Candidate {
     descriptor: VmDescriptor,
-    definition: Definition,
+    /// A VM that the inventory does not have; or one that gets another key. None of one that keeps its key.
+    definition: Option<Definition>,
+    /// What one that the inventory has gets if its descriptor is authentic.
+    changed: Option<Changed>,
 }
 
 /// Compares a VM with the inventory.
@@ -343,24 +323,7 @@ fn judge(
         newer: Vec::new(),
     };
     if let Some(vm) = known.vms.get(&found.vm) {
-        line.status = AdoptStatus::Known;
-        line.name = Some(vm.name.clone());
-        line.detail = format!("the inventory has it, on host '{}'", vm.host_name);
-        line.newer = newer(known, &found);
-        let definition = known.rekeyed.get(&found.vm).cloned();
-        return match (found.descriptor, definition) {
-            (_, Some(Err(why))) => {
-                line.status = AdoptStatus::Refused;
-                line.detail = why;
-                (line, None)
-            }
-            (FoundDescriptor::Read { descriptor, .. }, Some(Ok(definition))) => {
-                line.status = AdoptStatus::Refused;
-                line.key_id = definition.spec.key.as_ref().map(|key| key.key_id.clone());
-                (line, Some(Box::new(Candidate { descriptor: *descriptor, definition })))
-            }
-            _ => (line, None),
-        };
+        return judge_known(known, vm, found, line);
     }
     let (descriptor, made) = match found.descriptor {
         FoundDescriptor::Read { descriptor, made } => (*descriptor, made),
@@ -399,10 +362,51 @@ fn judge(
         Ok(definition) => {
             taken.insert(name);
             line.policy = Some(definition.policy_name.clone());
-            return (line, Some(Box::new(Candidate { descriptor, definition })));
+            let definition = Some(definition);
+            return (line, Some(Box::new(Candidate { descriptor, definition, changed: None })));
         }
     }
     (line, None)
+}
+
+/// Compares a VM of the inventory with what the datastore has of it.
+fn judge_known(
+    known: &Known,
+    vm: &Vm,
+    found: FoundVm,
+    mut line: AdoptedVm,
+) -> (AdoptedVm, Option<Box<Candidate>>) {
+    line.status = AdoptStatus::Known;
+    line.name = Some(vm.name.clone());
+    line.detail = format!("the inventory has it, on host '{}'", vm.host_name);
+    line.newer = newer(known, &found);
+    let definition = match known.rekeyed.get(&vm.id) {
+        Some(Err(why)) => {
+            line.status = AdoptStatus::Refused;
+            line.detail.clone_from(why);
+            return (line, None);
+        }
+        Some(Ok(definition)) => Some(definition.clone()),
+        None => None,
+    };
+    let changed = match known.changed.get(&vm.id) {
+        Some(Err(why)) => {
+            line.newer.push(newer::not_taken(why));
+            None
+        }
+        Some(Ok(changed)) => Some(changed.clone()),
+        None => None,
+    };
+    if let Some(definition) = &definition {
+        line.status = AdoptStatus::Refused;
+        line.key_id = definition.spec.key.as_ref().map(|key| key.key_id.clone());
+    }
+    match found.descriptor {
+        FoundDescriptor::Read { descriptor, .. } if definition.is_some() || changed.is_some() => {
+            (line, Some(Box::new(Candidate { descriptor: *descriptor, definition, changed })))
+        }
+        _ => (line, None),
+    }
 }
 
 /// The definition of a VM, or why there is none.
@@ -461,6 +465,7 @@ fn define(
         policy,
         policy_name,
         replaces: None,
+        replaces_devices: None,
     })
 }
 
@@ -627,13 +632,25 @@ async fn check_candidate(
     mut line: AdoptedVm,
     candidate: Candidate,
 ) -> (AdoptedVm, Option<Definition>) {
-    let Candidate { descriptor, definition } = candidate;
+    let Candidate { descriptor, definition, changed } = candidate;
+    if let Some(Changed { definition, said }) = changed {
+        match newer::check(services, caller, &descriptor, &definition).await {
+            Ok(()) => {
+                line.status = AdoptStatus::Possible;
+                line.detail = newer::detail(&definition);
+                line.newer = said;
+                return (line, Some(definition));
+            }
+            Err(problem) => line.newer.push(newer::not_taken(&problem)),
+        }
+    }
+    let Some(definition) = definition else { return (line, None) };
     let checked = async {
         if definition.spec.key.is_some() {
             caller.require(Privilege::EncryptNew)?;
         }
         if definition.replaces.is_none() {
-            check_nics(services, &definition.spec).await?;
+            check_nics(services, &definition).await?;
             let (spec, host) = (&definition.spec, &definition.host_name);
             hardware::examine(services, definition.host, host, &spec.hardware).await?;
         }
@@ -662,10 +679,13 @@ async fn check_candidate(
     }
 }
 
-async fn check_nics(services: &Services, spec: &VmSpec) -> Result<(), Problem> {
+/// Refuses network cards whose addresses other VMs have.
+async fn check_nics(services: &Services, definition: &Definition) -> Result<(), Problem> {
+    let is_own = |vm: &String| definition.replaces.is_some() && *vm == definition.spec.name;
     let mut read = services.store.read().await?;
-    for nic in spec.nics() {
-        if let Some(vm) = nics::owner(&mut read, nic.mac).await? {
+    for nic in definition.spec.nics() {
+        let owner = nics::owner(&mut read, nic.mac).await?;
+        if let Some(vm) = owner.filter(|vm| !is_own(vm)) {
             let what = format!(
                 "its network card '{}' has the address {}, which VM '{vm}' has here",
                 nic.name, nic.mac
@@ -684,15 +704,7 @@ async fn check_key(
     descriptor: &VmDescriptor,
 ) -> Result<&'static str, Problem> {
     let Some(key) = &descriptor.key else { return Ok("") };
-    let provider = services.providers.get(key.provider)?;
-    // Recorded before the key is there: no use of a key without its event.
-    let mut write = services.store.write().await?;
-    let detail = format!("key '{}', to check the descriptor of VM {}", key.key_id, descriptor.vm);
-    let (kind, target) = ("key.read", descriptor.name.as_str());
-    write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
-    write.commit().await?;
-    let given = provider.get_key(descriptor.vm, key).await?;
-    if is_authentic(descriptor, &given.kek)? {
+    if is_made_with(services, caller, descriptor, key).await? {
         return Ok("");
     }
     let changed = match descriptor.mac {
@@ -709,6 +721,24 @@ async fn check_key(
         descriptor.vm
     );
     Err(Problem::new(ErrorCode::Damaged, what))
+}
+
+/// Whether a descriptor was made with this key, for which its provider is asked.
+async fn is_made_with(
+    services: &Services,
+    caller: &Caller,
+    descriptor: &VmDescriptor,
+    key: &KeyReference,
+) -> Result<bool, Problem> {
+    let provider = services.providers.get(key.provider)?;
+    // Recorded before the key is there: no use of a key without its event.
+    let mut write = services.store.write().await?;
+    let detail = format!("key '{}', to check the descriptor of VM {}", key.key_id, descriptor.vm);
+    let (kind, target) = ("key.read", descriptor.name.as_str());
+    write.event(NewEvent { kind, actor: caller.name(), target, detail: &detail }).await?;
+    write.commit().await?;
+    let given = provider.get_key(descriptor.vm, key).await?;
+    is_authentic(descriptor, &given.kek)
 }
 
 fn is_authentic(descriptor: &VmDescriptor, kek: &SecretBytes) -> Result<bool, Problem> {

@@ -631,6 +631,7 @@ pub(crate) async fn define(
         policy: policy.id,
         policy_name: policy.name,
         replaces: None,
+        replaces_devices: None,
     })
 }
 

@@ -8,20 +8,22 @@
 //! A VM that runs already is left alone by its host, which compares the key with that of the running VM.
 //!
 //! A VM that the inventory has with another key than its disks name, as it was recrypted after the backup from which the
-//! inventory was restored, gets that key the same way.
+//! inventory was restored, gets that key the same way. So does one, while it is off, that has got disks or network cards
+//! since: its host is told of them before the inventory has them.
+
+mod devices;
 
 use async_trait::async_trait;
 use vmseal_api::host::{AboutVm, Power};
 use vmseal_api::model::{Lifecycle, SnapshotState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::run::{Run, StepError, absent_is_fine, register, state_of};
+use super::run::{Run, StepError, absent_is_fine, register, state_of, wrong_state};
 use super::start_vm::locked;
 use super::step::{Output, WaitPolicy};
 use crate::hosts::for_agent;
 use crate::hosts::keys::{self as delivery, Purpose};
 use crate::operation::{Definition, Operation};
-use crate::store::disks::{self, Disk};
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
@@ -96,7 +98,7 @@ fn definition<'a>(run: &'a Run<'_>) -> Result<&'a Definition, StepError> {
 
 /// The VM as the inventory gets it.
 pub(crate) fn row(definition: &Definition) -> Vm {
-    let Definition { spec, host, host_name, policy, policy_name, replaces: _ } = definition;
+    let Definition { spec, host, host_name, policy, policy_name, .. } = definition;
     // What is made of a backup has none.
     let AboutVm { description, labels, autostart } = spec.about.clone().unwrap_or_default();
     Vm {
@@ -139,6 +141,13 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;
     let is_off = state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off);
+    if let Some(before) = &definition.replaces_devices {
+        devices::check_unchanged(run, before).await?;
+        if !is_off {
+            let what = "is not off: stop it, and adopt it again before it is started";
+            return Err(wrong_state(format!("VM '{}' {what}", vm.name)));
+        }
+    }
     if is_off {
         let description = run.hosts().view(vm.host).description;
         agent.register_vm(for_agent(definition.spec.clone(), description.as_deref())).await?;
@@ -156,10 +165,14 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Undoes [`open_disks`]: the host forgets the VM, unless it runs it. Its disks stay.
 pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
-    let vm = row(definition(run)?);
+    let definition = definition(run)?;
+    let vm = row(definition);
     let unchanged = run.hosts().lock(vm.id).await;
     if run.find_vm().await?.is_some() {
         drop(unchanged);
+        if keeps_descriptor(definition) {
+            return Ok(());
+        }
         // With the key that the inventory has.
         return register(run).await;
     }
@@ -172,6 +185,13 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
+/// Whether the host is left as it is when the adoption of a VM that the inventory has is undone. It writes descriptors of what a VM is
+/// registered as, under the key that the VM has: registered as the inventory has it, there would be nothing to adopt any more. The start
+/// of the VM, and each change of it, registers it in any case.
+fn keeps_descriptor(definition: &Definition) -> bool {
+    definition.replaces_devices.is_some() && definition.replaces == definition.spec.key
+}
+
 /// Adds the VM to the inventory.
 pub(super) async fn adopt(run: &Run<'_>) -> Result<(), StepError> {
     let definition = definition(run)?;
@@ -180,8 +200,7 @@ pub(super) async fn adopt(run: &Run<'_>) -> Result<(), StepError> {
         let _unchanged = run.hosts().lock(vm.id).await;
         match run.find_vm().await? {
             None => write_rows(run, definition, &vm).await?,
-            Some(known) if known.key != vm.key => set_key(run, &known, &vm).await?,
-            Some(_) => {}
+            Some(known) => update_rows(run, definition, &known, &vm).await?,
         }
     }
     // What the monitor raised about a VM that was unknown is over.
@@ -201,16 +220,30 @@ pub(super) async fn adopt(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// Gives a VM that the inventory has the key that its disks have.
-async fn set_key(run: &Run<'_>, from: &Vm, to: &Vm) -> Result<(), Problem> {
-    let Some(key) = &to.key else { return Ok(()) };
+/// Gives a VM that the inventory has the key that its disks have, and the devices of its definition where it gets these.
+async fn update_rows(
+    run: &Run<'_>,
+    definition: &Definition,
+    from: &Vm,
+    to: &Vm,
+) -> Result<(), Problem> {
+    let actor = run.task.actor.as_str();
     let mut write = run.store().write().await?;
-    vms::set_key(&mut write, to.id, key).await?;
-    keys::insert(&mut write, to.id, key).await?;
-    let (kind, actor) = ("vm.key-adopted", run.task.actor.as_str());
-    let old = from.key.as_ref().map_or("none", |key| key.key_id.as_str());
-    let detail = format!("key '{}', which its disks name, in place of '{old}'", key.key_id);
-    write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
+    if let Some(key) = to.key.as_ref().filter(|key| from.key.as_ref() != Some(*key)) {
+        vms::set_key(&mut write, to.id, key).await?;
+        keys::insert(&mut write, to.id, key).await?;
+        let old = from.key.as_ref().map_or("none", |key| key.key_id.as_str());
+        let detail = format!("key '{}', which its disks name, in place of '{old}'", key.key_id);
+        let kind = "vm.key-adopted";
+        write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
+    }
+    if definition.replaces_devices.is_some() {
+        let told = devices::take(&mut write, definition).await?;
+        if !told.is_empty() {
+            let (kind, detail) = ("vm.devices-adopted", told.join("; "));
+            write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
+        }
+    }
     Ok(write.commit().await?)
 }
 
@@ -238,28 +271,7 @@ pub(crate) async fn insert_rows(
         keys::insert(write, vm.id, key).await?;
     }
     for (position, disk) in definition.spec.disks().enumerate() {
-        let of_spec = Disk {
-            id: disk.disk,
-            name: disk.name.clone(),
-            datastore: disk.datastore.clone(),
-            // The inventory has the names of datastores elsewhere.
-            datastore_name: String::new(),
-            size: disk.size,
-            encrypted: disk.encrypted,
-            role: disk.role,
-            allocation: disk.allocation,
-            limits: disk.limits,
-            cache: disk.cache,
-            replica: disk.replica.clone().map(|place| (place, String::new())),
-            image: None,
-            facts: None,
-            deleting: false,
-            detached: false,
-        };
-        disks::insert(write, vm.id, position, &of_spec).await?;
-        if let Some(facts) = &disk.facts {
-            disks::pin_facts(write, disk.disk, facts).await?;
-        }
+        devices::insert(write, vm.id, position, disk).await?;
     }
     for (position, nic) in definition.spec.nics().enumerate() {
         nics::insert(write, vm.id, position, nic).await?;
@@ -283,7 +295,7 @@ pub(crate) async fn insert_rows(
     Ok(())
 }
 
-/// Undoes [`adopt`]: the inventory forgets the VM. Its disks and its key stay.
+/// Undoes [`adopt`]: the inventory forgets the VM, or has it as before. Its disks and its key stay.
 pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     let definition = definition(run)?;
     let vm = row(definition);
@@ -293,7 +305,11 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
         None => vms::delete(&mut write, vm.id).await?,
         Some(key) => vms::set_key(&mut write, vm.id, key).await?,
     }
-    if let Some(key) = &vm.key {
+    if let Some(before) = &definition.replaces_devices {
+        devices::put_back(&mut write, definition, before).await?;
+    }
+    // A key that it keeps is not one that was adopted.
+    if let Some(key) = vm.key.as_ref().filter(|key| definition.replaces.as_ref() != Some(*key)) {
         keys::forget(&mut write, vm.id, key).await?;
     }
     Ok(write.commit().await?)

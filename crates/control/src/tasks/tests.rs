@@ -13,6 +13,7 @@ use vmseal_api::request_id::{self, RequestId};
 use vmseal_api::transfer::ExportFormat;
 
 mod adopt;
+mod adopt_newer;
 mod away;
 mod backups;
 mod cdrom;
@@ -137,6 +138,7 @@ enum Kind {
     Backup(backups::Backup),
     Clone(clones::Cloned),
     Adopt,
+    AdoptNewer,
     Migrate(migrate::Disks),
     ChangeHost(change_host::Rest),
     Evacuate(evacuate::Was),
@@ -166,6 +168,7 @@ impl Kind {
             Self::Dump(what) => Some(what.before(fixture).await),
             Self::Backup(what) => Some(what.before(fixture).await),
             Self::Adopt => Some(adopt::lost(fixture, "web").await),
+            Self::AdoptNewer => Some(adopt_newer::older(fixture, "web").await),
             Self::Migrate(disks) => Some(disks.before(fixture).await),
             Self::ChangeHost(rest) => Some(rest.before(fixture).await),
             Self::Evacuate(was) => Some(was.before(fixture).await),
@@ -184,7 +187,7 @@ impl Kind {
             Self::Create | Self::FirstBoot | Self::Clone(_) => {
                 unreachable!("it has no VM yet")
             }
-            Self::Adopt => return (vm, adopt::begin(fixture).await),
+            Self::Adopt | Self::AdoptNewer => return (vm, adopt::begin(fixture).await),
             Self::Start | Self::Resume => Operation::StartVm { vm, boot_once: None },
             Self::Suspend => Operation::SuspendVm { vm },
             Self::Stop => Operation::StopVm { vm, force: true, timeout_seconds: 10 },
@@ -223,7 +226,7 @@ impl Kind {
             Self::Snapshot(what) => what.steps(),
             Self::Dump(what) => what.steps(),
             Self::Backup(what) => what.steps(),
-            Self::Adopt => return adopt::steps(),
+            Self::Adopt | Self::AdoptNewer => return adopt::steps(),
             Self::Migrate(_) => steps::of(&migrate::any(vm)),
             Self::ChangeHost(_) => steps::of(&change_host::any(vm)),
             Self::Evacuate(was) => was.steps(),
@@ -273,6 +276,7 @@ impl Kind {
             Self::Dump(of) => of.assert_done(fixture, vm, what).await,
             Self::Backup(of) => of.assert_done(fixture, vm, what).await,
             Self::Adopt => fixture.assert_whole(vm, Power::Off, what).await,
+            Self::AdoptNewer => adopt_newer::assert_newer(fixture, vm, what).await,
             Self::Migrate(disks) => disks.assert_done(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_done(fixture, vm, what).await,
             Self::Evacuate(was) => was.assert_done(fixture, vm, what).await,
@@ -298,6 +302,7 @@ impl Kind {
             Self::Dump(of) => of.assert_undone(fixture, vm, what).await,
             Self::Backup(of) => of.assert_undone(fixture, vm, what).await,
             Self::Adopt => adopt::assert_undone(fixture, vm, what).await,
+            Self::AdoptNewer => adopt_newer::assert_older(fixture, vm, what).await,
             Self::Migrate(disks) => disks.assert_undone(fixture, vm, what).await,
             Self::ChangeHost(rest) => rest.assert_undone(fixture, vm, what).await,
             Self::Evacuate(was) => was.assert_undone(fixture, vm, what).await,

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use vmseal_api::datastore::ImageContent;
+use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::{FoundDescriptor, FoundVm};
 use vmseal_api::host::{KeyReference, VmSpec};
 use vmseal_api::id::{ProviderId, VmId};
@@ -24,14 +25,7 @@ pub(super) async fn rekeyed(
 ) -> Result<HashMap<VmId, Result<Definition, String>>, Problem> {
     let mut rekeyed = HashMap::new();
     for found in found {
-        let FoundDescriptor::Read { descriptor, .. } = &found.descriptor else { continue };
-        let Some(vm) = known.vms.get(&found.vm).filter(|vm| vm.lifecycle == Lifecycle::Ready)
-        else {
-            continue;
-        };
-        if descriptor.vm != vm.id || vm.key.is_none() || vm.host != known.on.host {
-            continue;
-        }
+        let Some((vm, descriptor)) = encrypted(known, found) else { continue };
         let key = match descriptor.key.as_ref().filter(|key| Some(*key) != vm.key.as_ref()) {
             Some(key) => key.clone(),
             None => match key_of_headers(services, known, vm).await? {
@@ -53,10 +47,22 @@ pub(super) async fn rekeyed(
             policy: vm.policy,
             policy_name: vm.policy_name,
             replaces: vm.key,
+            replaces_devices: None,
         };
         rekeyed.insert(vm.id, Ok(definition));
     }
     Ok(rekeyed)
+}
+
+/// A VM with a key that the inventory has on the host that was asked, and that no task makes or removes, with its descriptor.
+pub(super) fn encrypted<'a>(
+    known: &'a Known,
+    found: &'a FoundVm,
+) -> Option<(&'a Vm, &'a VmDescriptor)> {
+    let FoundDescriptor::Read { descriptor, .. } = &found.descriptor else { return None };
+    let vm = known.vms.get(&found.vm).filter(|vm| vm.lifecycle == Lifecycle::Ready)?;
+    let is_its = descriptor.vm == vm.id && vm.key.is_some() && vm.host == known.on.host;
+    is_its.then_some((vm, &**descriptor))
 }
 
 /// The key that the headers of a VM's disks name, or why it cannot be had; none where they name that of the inventory, or not one of

@@ -47,7 +47,7 @@ fn location() -> DatastoreLocation {
 }
 
 /// What a request to adopt answers.
-async fn asked(fixture: &Fixture, request: AdoptVms, dry_run: bool) -> Vec<AdoptedVm> {
+pub async fn asked(fixture: &Fixture, request: AdoptVms, dry_run: bool) -> Vec<AdoptedVm> {
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
     adopt::adopt(&services, &me, "local", request, dry_run).await.unwrap().vms

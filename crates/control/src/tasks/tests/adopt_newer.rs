@@ -1,0 +1,244 @@
+//! A VM that the inventory has as it was at a backup gets the disks and network cards that its authentic descriptor says.
+
+use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm};
+use vmseal_api::host::{Device, HostAgent, NicSpec, VmSpec};
+use vmseal_api::id::NicId;
+use vmseal_api::nic::NicBackend;
+
+use super::adopt::{asked, begin};
+use super::*;
+use crate::store::disks::Disk;
+use crate::store::events::NewEvent;
+use crate::store::{disks, keys, nics};
+
+/// The address of the card that the VM had at the backup.
+const OLD_CARD: &str = "02:00:00:00:00:01";
+
+/// The address of the card that it has got since.
+const NEW_CARD: &str = "02:00:00:00:00:02";
+
+fn card(mac: &str) -> NicSpec {
+    NicSpec {
+        nic: NicId::new(),
+        name: "nic0".to_owned(),
+        mac: mac.parse().unwrap(),
+        model: Default::default(),
+        backend: NicBackend::User { forwards: vec![] },
+        link: Default::default(),
+    }
+}
+
+async fn tell(fixture: &Fixture, kind: &str, target: &str) {
+    let mut write = fixture.store.write().await.unwrap();
+    write.event(NewEvent { kind, actor: "me", target, detail: "" }).await.unwrap();
+    write.commit().await.unwrap();
+}
+
+/// The inventory is as it was at a backup: the first disk was shorter, the second one was not there, and there was another card.
+async fn go_back(fixture: &Fixture, vm: VmId) {
+    let known = fixture.disks(vm).await;
+    let mut write = fixture.store.write().await.unwrap();
+    disks::delete(&mut write, known[1].id).await.unwrap();
+    disks::set_size(&mut write, known[0].id, known[0].size / 2).await.unwrap();
+    for nic in nics::of_vm(&mut write, vm).await.unwrap() {
+        nics::delete(&mut write, nic.nic).await.unwrap();
+    }
+    nics::insert(&mut write, vm, 0, &card(OLD_CARD)).await.unwrap();
+    write.commit().await.unwrap();
+}
+
+/// A VM that has got a disk, more of another one, and a card in place of another, before its inventory goes back.
+async fn made(fixture: &Fixture, name: &str) -> VmId {
+    let vm = fixture.made(name, "encrypted").await;
+    fixture.done(Operation::AddNic { vm, nic: card(NEW_CARD), position: 0 }, name).await;
+    vm
+}
+
+/// A VM of a restored inventory, which is newer on the datastore.
+pub async fn older(fixture: &Fixture, name: &str) -> VmId {
+    let vm = made(fixture, name).await;
+    go_back(fixture, vm).await;
+    tell(fixture, "server.restored", "server").await;
+    vm
+}
+
+async fn cards(fixture: &Fixture, vm: VmId) -> Vec<String> {
+    let nics = nics::of_vm(&mut fixture.store.read().await.unwrap(), vm).await.unwrap();
+    nics.iter().map(|nic| nic.mac.to_string()).collect()
+}
+
+async fn spec(fixture: &Fixture, vm: VmId) -> VmSpec {
+    crate::hosts::definition(&fixture.store, vm).await.unwrap().unwrap().1
+}
+
+async fn told(fixture: &Fixture) -> AdoptedVm {
+    asked(fixture, AdoptVms::default(), true).await.remove(0)
+}
+
+/// It has what its descriptor says, and its host knows it so.
+pub async fn assert_newer(fixture: &Fixture, vm: VmId, what: &str) {
+    fixture.assert_whole(vm, Power::Off, what).await;
+    let sizes: Vec<u64> = fixture.disks(vm).await.iter().map(|disk| disk.size).collect();
+    assert_eq!(sizes, [1 << 20, 1 << 20], "{what}");
+    assert_eq!(cards(fixture, vm).await, [NEW_CARD], "{what}");
+    let registered = fixture.agent.registered_as(vm).unwrap();
+    assert_eq!(registered.devices, spec(fixture, vm).await.devices, "{what}");
+    assert_eq!(fixture.events("vm.devices-adopted").await.len(), 1, "{what}");
+}
+
+/// It is as it was at the backup, and can be adopted again.
+pub async fn assert_older(fixture: &Fixture, vm: VmId, what: &str) {
+    let sizes: Vec<u64> = fixture.disks(vm).await.iter().map(|disk| disk.size).collect();
+    assert_eq!(sizes, [1 << 19], "{what}");
+    assert_eq!(cards(fixture, vm).await, [OLD_CARD], "{what}");
+    assert_eq!(fixture.agent.disks().len(), 2, "{what}: a disk is gone");
+    let key = fixture.vm(vm).await.unwrap().key.unwrap();
+    let mut read = fixture.store.read().await.unwrap();
+    assert_eq!(keys::of_vm(&mut read, vm).await.unwrap(), [key], "{what}: its key was forgotten");
+    drop(read);
+    let told = told(fixture).await;
+    assert_eq!(told.status, AdoptStatus::Possible, "{what}: {told:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn taking_what_is_newer_survives_every_fault_at_every_step() {
+    matrix(Kind::AdoptNewer).await;
+}
+
+#[tokio::test]
+async fn a_vm_gets_the_disks_and_cards_of_its_descriptor_and_starts_with_them() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let (before, all) = (spec(&fixture, vm).await, fixture.disks(vm).await);
+    go_back(&fixture, vm).await;
+    tell(&fixture, "server.restored", "server").await;
+    let tried = told(&fixture).await;
+    assert_eq!((tried.status, tried.task), (AdoptStatus::Possible, None), "{tried:?}");
+    let lines = [
+        "'disk0' has grown from 512 KiB to 1 MiB",
+        "'disk1' of 1 MiB was added",
+        NEW_CARD,
+        OLD_CARD,
+    ];
+    assert_eq!(tried.newer.len(), lines.len(), "{tried:?}");
+    for (said, line) in tried.newer.iter().zip(lines) {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    assert_older(&fixture, vm, "a dry run").await;
+    // A disk that its key does not open is not taken, and nothing else is.
+    let check = before.key.as_ref().unwrap().check.clone();
+    fixture.agent.exchange_image(all[1].id);
+    let ended = fixture.ended(begin(&fixture).await).await;
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::KeyMismatch);
+    assert_older(&fixture, vm, "another key").await;
+    fixture.agent.exchange_image_for(all[1].id, &check);
+    fixture.ends_well(begin(&fixture).await).await;
+    assert_newer(&fixture, vm, "adopted").await;
+    assert_eq!(spec(&fixture, vm).await, before);
+    assert_eq!(format!("{:?}", fixture.disks(vm).await), format!("{all:?}"));
+    let again = told(&fixture).await;
+    assert_eq!((again.status, again.newer.len()), (AdoptStatus::Known, 0), "{again:?}");
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    assert_eq!(fixture.agent.runs_with(vm).unwrap().disks().count(), 2);
+}
+
+/// It gets both, where its descriptor names the new key.
+#[tokio::test]
+async fn a_vm_that_was_recrypted_as_well_gets_its_key_and_its_devices() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    fixture.done(fixture.recryption(vm).await, "web").await;
+    let before = spec(&fixture, vm).await;
+    go_back(&fixture, vm).await;
+    let mut write = fixture.store.write().await.unwrap();
+    crate::store::vms::set_key(&mut write, vm, &old).await.unwrap();
+    write.commit().await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    fixture.ends_well(begin(&fixture).await).await;
+    assert_newer(&fixture, vm, "adopted").await;
+    assert_eq!(spec(&fixture, vm).await, before);
+    assert_eq!(fixture.events("vm.key-adopted").await.len(), 1);
+}
+
+/// Nothing is taken, whatever is asked for, and why is said.
+#[tokio::test]
+async fn what_nobody_vouches_for_is_told_and_not_taken() {
+    for (case, said) in [
+        ("another's", "not authenticated"),
+        ("changed", "changed here since the server was restored"),
+        ("running", "Stop it"),
+        ("another's address", "has the address"),
+    ] {
+        let fixture = Fixture::new().await;
+        let vm = made(&fixture, "web").await;
+        if case == "running" {
+            fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        }
+        go_back(&fixture, vm).await;
+        tell(&fixture, "server.restored", "server").await;
+        match case {
+            "another's" => fixture.agent.change_descriptors(vm, |it| it.mac = None),
+            "changed" => tell(&fixture, "vm.changed", "web").await,
+            "running" => {}
+            _ => {
+                let other = fixture.made("other", "encrypted").await;
+                let mut write = fixture.store.write().await.unwrap();
+                nics::insert(&mut write, other, 0, &card(NEW_CARD)).await.unwrap();
+                write.commit().await.unwrap();
+            }
+        }
+        let request =
+            AdoptVms { vms: vec![vm.to_string()], unauthenticated: true, ..AdoptVms::default() };
+        let told = asked(&fixture, request, false).await.remove(0);
+        assert_eq!((told.status, told.task), (AdoptStatus::Known, None), "{case}: {told:?}");
+        assert!(told.newer.iter().any(|it| it.contains(said)), "{case}: {told:?}");
+        assert!(
+            told.newer.iter().any(|it| it.contains("not in the inventory")),
+            "{case}: {told:?}"
+        );
+        assert_eq!(fixture.disks(vm).await.len(), 1, "{case}");
+        assert_eq!(cards(&fixture, vm).await, [OLD_CARD], "{case}");
+    }
+}
+
+/// Whoever writes to the datastore has put an old one back.
+#[tokio::test]
+async fn a_descriptor_that_lacks_a_disk_which_is_there_is_not_taken() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let all = fixture.agent.registered_as(vm).unwrap();
+    let kept = |it: &&Device| matches!(it, Device::Disk(disk) if disk.name == "disk0");
+    let devices = all.devices.iter().filter(kept).cloned().collect();
+    fixture.agent.register_vm(VmSpec { devices, ..all }).await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    let told = told(&fixture).await;
+    assert_eq!(told.status, AdoptStatus::Known, "{told:?}");
+    assert!(told.newer.iter().any(|it| it.contains("older than the inventory")), "{told:?}");
+    assert_eq!(cards(&fixture, vm).await, [NEW_CARD]);
+}
+
+/// Its row stays, and what is said of it works.
+#[tokio::test]
+async fn a_disk_that_was_removed_since_is_told_and_removed_by_name() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let gone: Disk = fixture.disks(vm).await.remove(1);
+    fixture.done(Operation::RemoveDisk { vm, disk: gone.id }, "web").await;
+    let mut write = fixture.store.write().await.unwrap();
+    disks::insert(&mut write, vm, 1, &gone).await.unwrap();
+    disks::pin_facts(&mut write, gone.id, gone.facts.as_ref().unwrap()).await.unwrap();
+    for nic in nics::of_vm(&mut write, vm).await.unwrap() {
+        nics::delete(&mut write, nic.nic).await.unwrap();
+    }
+    write.commit().await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    let tried = told(&fixture).await;
+    assert!(tried.newer.iter().any(|it| it.contains("vmseal disk remove web disk1")), "{tried:?}");
+    fixture.ends_well(begin(&fixture).await).await;
+    assert_eq!(cards(&fixture, vm).await, [NEW_CARD]);
+    assert_eq!(fixture.disks(vm).await.len(), 2);
+    fixture.done(Operation::RemoveDisk { vm, disk: gone.id }, "web").await;
+    assert_eq!(cards(&fixture, vm).await, [NEW_CARD]);
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+}
