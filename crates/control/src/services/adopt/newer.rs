@@ -167,7 +167,8 @@ fn define(vm: Vm, spec: VmSpec, descriptor: &VmDescriptor, wanted: Wanted) -> Ch
     let Wanted { devices, said } = wanted;
     let before = spec.devices;
     let mut spec = VmSpec { key: descriptor.key.clone(), devices, ..spec };
-    spec.hardware.tpm = spec.disks().any(|disk| disk.role == DiskRole::Tpm);
+    let has_tpm = spec.disks().any(|disk| disk.role == DiskRole::Tpm);
+    spec.hardware.tpm = has_tpm;
     let definition = Definition {
         spec,
         host: vm.host,
