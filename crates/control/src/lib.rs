@@ -26,7 +26,6 @@ pub mod hosts;
 mod locks;
 pub mod metrics;
 pub mod operation;
-mod osds;
 pub mod providers;
 pub mod remotes;
 pub mod retention;

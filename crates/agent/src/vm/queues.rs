@@ -11,42 +11,30 @@
 //! refuses.
 //!
 //! So what is saved is whole if one filter served before the guest was stopped, lived after that, and none has begun since. It may have
-//! died since: QEMU has the places. [`Witness`] says the first two, and [`Running::stands_still`] keeps others from beginning; where that is
-//! not possible, it is noted ([`Running::begun_still`], [`Live::queues_known`]).
+//! died since: QEMU has the places. [`Witness`] says the first two, and [`stands_still`](super::running::Running::stands_still) keeps others from beginning; where that is
+//! not possible, it is noted ([`begun_still`](super::running::Running::begun_still), [`Live::queues_known`]).
 
 use serde_json::Value;
-use vmseal_api::filter::FilterStatus;
-use vmseal_api::host::VmSpec;
+use vmseal_api::filter::{DiskActivity, FilterStatus};
+use vmseal_api::host::{Attachment, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
-use super::internal;
-use super::running::{Running, unserved};
-use super::serve::stays_connected;
-use super::service::Service;
 use crate::filter::Control;
 use crate::hypervisor::qmp::Qmp;
 use crate::process::Observed;
 use crate::process::live::Live;
 use crate::rules;
 
-/// The filter that serves a guest which is about to be stopped.
+/// The filter that serves a guest which is about to be stopped, and how it is asked.
 pub struct Witness {
     filter: Observed,
     control: Control,
 }
 
 impl Witness {
-    /// Of the filter that serves.
-    ///
-    /// # Errors
-    /// `internal`: there is none.
-    pub fn of(running: &Running) -> Result<Self, Problem> {
-        let Service::Served(filter) = &running.service else {
-            return Err(internal("its disks are not served"));
-        };
-        let filter = filter.observe().map_err(internal)?;
-        Ok(Self { filter, control: running.control.clone() })
+    pub fn new(filter: Observed, control: Control) -> Self {
+        Self { filter, control }
     }
 
     /// Why it may not have answered QEMU, which has stopped the guest; none where it has. A filter that ends while this asks may have
@@ -84,6 +72,32 @@ fn not_connected(status: &FilterStatus, spec: &VmSpec, live: &Live) -> Option<St
     let expected = |disk: DiskId| live.disk(disk).is_some() && stays_connected(spec, disk);
     // One that QEMU has left is not looked at once more.
     unserved(status, expected, &mut true)
+}
+
+/// Whether QEMU connects to this disk by itself when another filter serves it. To the firmware's variables it
+/// connects when the guest next reads or writes them.
+pub fn stays_connected(spec: &VmSpec, disk: DiskId) -> bool {
+    spec.disk(disk).is_none_or(|disk| disk.role.attachment() == Attachment::Disk)
+}
+
+/// Why a live filter must be replaced. A disk that QEMU has disconnected from is `left` at first, and a
+/// reason at the next check: QEMU may be ending. `expected` says whether QEMU keeps a connection for a disk.
+pub fn unserved(
+    status: &FilterStatus,
+    expected: impl Fn(DiskId) -> bool,
+    left: &mut bool,
+) -> Option<String> {
+    let was_left = std::mem::replace(left, false);
+    status.disks.iter().find_map(|disk| match &disk.state {
+        DiskActivity::Failed { message } => Some(message.clone()),
+        DiskActivity::Idle if !expected(disk.disk) => None,
+        DiskActivity::Idle if was_left => Some("QEMU's connection has ended".to_owned()),
+        DiskActivity::Idle => {
+            *left = true;
+            None
+        }
+        _ => None,
+    })
 }
 
 /// Whether QEMU has taken the filter that serves, and its guest runs after that.

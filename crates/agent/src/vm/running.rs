@@ -7,16 +7,15 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use vmseal_api::filter::{DiskActivity, FilterStatus};
+use vmseal_api::filter::FilterStatus;
 use vmseal_api::host::{Notice, NoticeCode, StopReason, VmSpec};
-use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::bitmap_files;
 use super::guest_addresses::GuestAddresses;
 use super::panicking::PanicDumping;
+use super::queues::{Witness, stays_connected, unserved};
 use super::sending::{Sending, SendingEvent};
-use super::serve::stays_connected;
 use super::service::{Service, ServiceEvent, answers};
 use super::stalled::Stalled;
 use super::suspend::Saving;
@@ -180,6 +179,18 @@ impl Running {
     pub fn write(&self, spec: &VmSpec) -> Result<(), Problem> {
         let slot = self.slot.number();
         self.directory.write(spec, slot, Phase::Running, &self.live).map_err(super::internal)
+    }
+
+    /// The filter that serves a guest which is about to be stopped.
+    ///
+    /// # Errors
+    /// `internal`: there is none.
+    pub fn witness(&self) -> Result<Witness, Problem> {
+        let Service::Served(filter) = &self.service else {
+            return Err(super::internal("its disks are not served"));
+        };
+        let filter = filter.observe().map_err(super::internal)?;
+        Ok(Witness::new(filter, self.control.clone()))
     }
 
     /// Whether its guest stands still and no filter may begin: QEMU would have it work ([`super::queues`]).
@@ -361,26 +372,6 @@ impl Running {
     }
 }
 
-/// Why a live filter must be replaced. A disk that QEMU has disconnected from is `left` at first, and a
-/// reason at the next check: QEMU may be ending. `expected` says whether QEMU keeps a connection for a disk.
-pub fn unserved(
-    status: &FilterStatus,
-    expected: impl Fn(DiskId) -> bool,
-    left: &mut bool,
-) -> Option<String> {
-    let was_left = std::mem::replace(left, false);
-    status.disks.iter().find_map(|disk| match &disk.state {
-        DiskActivity::Failed { message } => Some(message.clone()),
-        DiskActivity::Idle if !expected(disk.disk) => None,
-        DiskActivity::Idle if was_left => Some("QEMU's connection has ended".to_owned()),
-        DiskActivity::Idle => {
-            *left = true;
-            None
-        }
-        _ => None,
-    })
-}
-
 /// The notices for operators from a filter's status.
 fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
     let last_error = disk_errors(spec, status);
@@ -429,7 +420,7 @@ pub fn disk_errors<'a>(
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::filter::{DiskCounters, DiskStatus};
+    use vmseal_api::filter::{DiskActivity, DiskCounters, DiskStatus};
     use vmseal_api::id::{DiskId, VmId};
 
     use vmseal_api::host::DatastoreLocation;

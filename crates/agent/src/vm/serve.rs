@@ -17,6 +17,7 @@ use vmseal_secret::SecretBytes;
 
 use super::arriving::Arriving;
 use super::bitmap_files::BitmapFiles;
+use super::queues::stays_connected;
 use super::suspend::Resume;
 use super::{Shared, images, internal};
 use crate::filter::{self, Connection, Control, FilterError, NewLayers};
@@ -359,12 +360,6 @@ pub fn has_stacks_of(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Probl
         }
     }
     Ok(true)
-}
-
-/// Whether QEMU connects to this disk by itself when another filter serves it. To the firmware's variables it
-/// connects when the guest next reads or writes them.
-pub fn stays_connected(spec: &VmSpec, disk: DiskId) -> bool {
-    spec.disk(disk).is_none_or(|disk| disk.role.attachment() == Attachment::Disk)
 }
 
 fn name(spec: &VmSpec, disk: DiskId) -> String {

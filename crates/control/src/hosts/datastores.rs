@@ -13,8 +13,7 @@ use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
-use super::HostView;
-use crate::osds;
+use super::{HostView, osds};
 use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::{Datastore, OnHost};
 use crate::store::{self, Store, StoreError};

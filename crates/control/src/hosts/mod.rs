@@ -13,6 +13,7 @@ mod left;
 pub(crate) mod may_fence;
 mod monitor;
 pub(crate) mod mounted;
+pub(crate) mod osds;
 mod panics;
 pub(crate) mod pool_keys;
 mod preparing;

@@ -31,8 +31,8 @@ use super::{
     Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
 };
 use crate::hosts::mounted;
+use crate::hosts::osds;
 use crate::operation::{Definition, Operation};
-use crate::osds;
 use crate::stalls;
 use crate::store::backups::{self, Backup};
 use crate::store::disks::Disk;

@@ -21,8 +21,8 @@ use super::vm_values::{check_count, check_description, check_labels, check_memor
 use super::vms::{begin, plan};
 use super::{Outcome, Services, cloud_init, hardware, image_layouts, redundancy, room, usage};
 use crate::hosts::mounted;
+use crate::hosts::osds;
 use crate::operation::Operation;
-use crate::osds;
 use crate::stalls;
 use crate::store::datastores::OnHost;
 use crate::store::policies::Policy;

@@ -21,7 +21,7 @@ use super::hardware::warn_of_model;
 use super::policies::{asked_messenger, asked_osds, check_replica, require_ungiven};
 use super::redundancy::{self, Lacking};
 use super::{Outcome, Services, image_layouts};
-use crate::osds;
+use crate::hosts::osds;
 use crate::store::disks::DiskPart;
 use crate::store::events::NewEvent;
 use crate::store::{disks, policies, providers, vms};

@@ -19,9 +19,9 @@ use super::caller::{Caller, Privilege};
 use super::{
     Outcome, PageRequest, Services, examine_change, features, image_layouts, page_of, room,
 };
+use crate::hosts::osds;
 use crate::hosts::{may_fence, mounted};
 use crate::operation::Operation;
-use crate::osds;
 use crate::stalls;
 use crate::store::events::NewEvent;
 use crate::store::links::{self, Link};

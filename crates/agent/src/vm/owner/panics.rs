@@ -15,7 +15,6 @@ use crate::rules;
 use crate::storage::core_file::{of_panics, sweep_panics};
 use crate::timed;
 use crate::vm::panicking::{self, ToDump};
-use crate::vm::queues::Witness;
 use crate::vm::running::Running;
 
 /// How long a guest that has panicked stands still for a key that is not on the host, for its core dump: an agent that starts gets
@@ -114,7 +113,7 @@ impl Owner {
                 panics.done(false, dumped);
                 running.live.paused = true;
                 // QEMU has stopped it by itself when it panicked.
-                let silent = match Witness::of(running) {
+                let silent = match running.witness() {
                     Ok(filter) => filter.silent(&spec, &running.live).await.is_some(),
                     Err(_) => true,
                 };

@@ -27,7 +27,6 @@ use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::storage::tpm_place;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
-use crate::vm::queues::Witness;
 use crate::vm::running::Running;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
@@ -390,7 +389,7 @@ async fn require_whole(running: &Running, spec: &VmSpec) -> Result<(), Problem> 
             "its filter has died, and the next one began when its guest stood still",
         ));
     }
-    match Witness::of(running)?.silent(spec, &running.live).await {
+    match running.witness()?.silent(spec, &running.live).await {
         Some(why) => Err(internal(format!("its filter serves its disks no more: {why}"))),
         None => Ok(()),
     }

@@ -33,7 +33,7 @@ use crate::storage::medium;
 use crate::vm::bitmap_files;
 use crate::vm::internal;
 use crate::vm::panicking;
-use crate::vm::queues::{self, Witness};
+use crate::vm::queues;
 use crate::vm::running::{ProcessEvent, Running};
 use crate::vm::serve;
 use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
@@ -63,7 +63,7 @@ impl Owner {
         self.until_served().await?;
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        let filter = Witness::of(running)?;
+        let filter = running.witness()?;
         // On record first: an agent that finds the guest otherwise does it.
         running.live.paused = true;
         running.live.queues_known = false;
@@ -472,7 +472,7 @@ impl Owner {
         let at_any_time = plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?;
         let unused = |it: &&DiskStatus| {
             let qemu_has_it = running.live.disk(it.disk).is_some();
-            let counts = qemu_has_it && serve::stays_connected(&spec, it.disk);
+            let counts = qemu_has_it && queues::stays_connected(&spec, it.disk);
             counts && it.driver == Some(false) && !at_any_time
         };
         let unused = status.disks.iter().find(unused);

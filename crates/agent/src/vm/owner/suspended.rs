@@ -15,7 +15,7 @@ use crate::rules::exclusion::{Action, Permission};
 use crate::storage::memory::{MemoryFiles, NOT_COUNTED};
 use crate::storage::sealed_keys;
 use crate::vm::internal;
-use crate::vm::queues::{self, Witness};
+use crate::vm::queues;
 use crate::vm::running::ProcessEvent;
 use crate::vm::serve::wait_connected;
 use crate::vm::service::{FILTER_RESTART_TIMEOUT, Service};
@@ -64,7 +64,7 @@ impl Owner {
         };
         let filter = match running.live.paused {
             true => None,
-            false => Some(Witness::of(running)?),
+            false => Some(running.witness()?),
         };
         let qmp = running.qmp.clone();
         let generation = generation.unwrap_or(NOT_COUNTED);

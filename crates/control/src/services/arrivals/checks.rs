@@ -15,7 +15,7 @@ use vmseal_api::remote::{ArrivalCheck, ArrivalChecks, ArrivingVm, BeginArrival, 
 use vmseal_api::size::Size;
 
 use crate::hosts::HostView;
-use crate::osds;
+use crate::hosts::osds;
 use crate::remotes::keeps_state;
 use crate::services::create_vm::{check_cpu_model, provider_of};
 use crate::services::migrate::{Promised, free_memory, older, same_processor, sizes};

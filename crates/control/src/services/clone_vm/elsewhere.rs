@@ -26,8 +26,8 @@ use vmseal_api::size::Size;
 
 use super::place::of_datastore;
 use crate::hosts::mounted;
+use crate::hosts::osds;
 use crate::operation::{Elsewhere, SentDisks};
-use crate::osds;
 use crate::services::caller::{Caller, Privilege};
 use crate::services::migrate::{examine, is_encrypted, must_be_encrypted, takes_vms};
 use crate::services::nics::without_ports;

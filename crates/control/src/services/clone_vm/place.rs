@@ -5,7 +5,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CloneVm;
 
 use crate::hosts::mounted;
-use crate::osds;
+use crate::hosts::osds;
 use crate::services::{Services, create_vm, image_layouts, redundancy};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;

@@ -10,7 +10,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 
 use super::kept;
-use crate::osds;
+use crate::hosts::osds;
 use crate::services::Services;
 use crate::services::vms::require_no_clones;
 use crate::store::datastores::{self, Datastore};

@@ -17,9 +17,9 @@ use super::{
     same_machine, takes_vms,
 };
 use crate::hosts::keys::Purpose;
+use crate::hosts::osds;
 use crate::hosts::{may_fence, mounted};
 use crate::operation::Operation;
-use crate::osds;
 use crate::services::caller::{Caller, Privilege};
 use crate::services::vms::{begin, find, require_ready};
 use crate::services::{Outcome, Services, hosts};

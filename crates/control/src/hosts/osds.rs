@@ -9,7 +9,7 @@ use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::hosts::mounted;
+use super::mounted;
 use crate::store::StoreError;
 use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::{self, Datastore};
