@@ -239,6 +239,34 @@ fn disks_that_were_there_at_the_start_are_removed_while_the_guest_runs() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
+/// The guest is what its record says, or what it was: a record that cannot be written refuses the change.
+#[test]
+fn a_guest_that_cannot_be_put_on_record_is_neither_paused_nor_unpaused() {
+    let here = made("plain");
+    let mut console = booted(&here);
+    let record = here.path("run/vms").join(here.vm(VM).unwrap()["id"].as_str().unwrap());
+    let (record, aside) = (record.join("run.json"), record.join("run.json.aside"));
+    let while_it_cannot_be_written = |arguments: &[&str]| {
+        std::fs::rename(&record, &aside).unwrap();
+        // No file takes the place of a directory.
+        std::fs::create_dir(&record).unwrap();
+        here.refused(arguments).unwrap();
+        std::fs::remove_dir(&record).unwrap();
+        std::fs::rename(&aside, &record).unwrap();
+    };
+    while_it_cannot_be_written(&["vm", "pause", VM]);
+    here.wait_power(VM, "running").unwrap();
+    run(&mut console, "echo RUNS-$((6 * 7))", "RUNS-42");
+
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    while_it_cannot_be_written(&["vm", "unpause", VM]);
+    here.wait_power(VM, "paused").unwrap();
+    // It is not taken for one that runs already.
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    run(&mut console, "echo WOKE-$((6 * 7))", "WOKE-42");
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+}
+
 /// The QEMU there has them where they were.
 #[test]
 fn disks_that_were_there_at_the_start_are_removed_at_another_host() {

@@ -471,6 +471,7 @@ impl Owner {
                 self.restarts.forget(Instant::now().into_std());
                 self.describe_if_left();
                 self.serve_again();
+                self.look_whether_taken().await;
                 self.note_missing_devices().await;
                 self.let_go_of_copies().await;
                 if let Err(problem) = self.let_go_of_disks().await {
@@ -527,10 +528,15 @@ impl Owner {
 
     /// Begins to start another filter, if one is needed, its key is here, and its guest does not stand still.
     fn serve_again(&mut self) {
-        let stands_still = self.running().is_some_and(|running| running.stands_still());
+        if !self.running().is_some_and(|running| running.stands_still()) {
+            self.begin_to_serve();
+        }
+    }
+
+    /// The same of a guest that stands still, too.
+    fn begin_to_serve(&mut self) {
         // Another host may have the disks of one that is handed over.
         if self.lacks_key()
-            || stands_still
             || self.is_handed_over()
             || !self.running().is_some_and(|running| running.service.waits())
         {

@@ -21,7 +21,7 @@ use crate::hypervisor::cdrom;
 use crate::hypervisor::network;
 use crate::hypervisor::plug;
 use crate::hypervisor::qemu;
-use crate::process::live::{DISK_QUEUES_MAX, DiskInUse};
+use crate::process::live::{DISK_QUEUES_MAX, DiskInUse, Live};
 use crate::process::ports::{self, PORTS};
 use crate::rules;
 use crate::rules::exclusion::{Action, Permission};
@@ -65,9 +65,10 @@ impl Owner {
         let Some(running) = self.running() else { return Err(not_there()) };
         let filter = running.witness()?;
         // On record first: an agent that finds the guest otherwise does it.
+        let before = running.live.clone();
         running.live.paused = true;
         running.live.queues_known = false;
-        running.write(&spec)?;
+        write_or(running, &spec, before)?;
         running.qmp.execute("stop", Value::Null).await.map_err(internal)?;
         match filter.has_answered(&spec, &running.live, "is not paused").await {
             Ok(()) => {
@@ -76,10 +77,11 @@ impl Owner {
             }
             Err(problem) => {
                 running.live.paused = false;
-                running.write(&spec)?;
-                running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+                // Whether that is on record or not: else it would stand still, and count as one that runs.
+                let noted = running.write(&spec);
+                let gone_on = running.qmp.execute("cont", Value::Null).await;
                 self.serve_again();
-                Err(problem)
+                noted.and(gone_on.map(drop).map_err(internal)).and(Err(problem))
             }
         }
     }
@@ -96,10 +98,12 @@ impl Owner {
             let what = "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then";
             return Err(rules::wrong_state(&spec, what));
         }
-        running.goes_on();
+        let before = running.live.clone();
+        running.live.panics.over();
         running.live.paused = false;
         running.live.queues_known = false;
-        running.write(&spec)?;
+        write_or(running, &spec, before)?;
+        running.goes_on();
         let gone_on = running.qmp.execute("cont", Value::Null).await.map(drop).map_err(internal);
         // The next filter begins when the guest runs.
         self.serve_again();
@@ -369,6 +373,8 @@ impl Owner {
                 event = running.service.next() => event,
             };
             self.apply(Event::Process(ProcessEvent::Service(event))).await;
+            // Of a paused guest, too: the filter that has just died had begun while it was paused.
+            self.begin_to_serve();
         }
         loop {
             let spec = self.spec.clone();
@@ -377,6 +383,11 @@ impl Owner {
                 Service::Served(_) => {
                     let has_device = |disk| running.live.disk(disk).is_some();
                     serve::wait_connected(&running.control, &spec, has_device).await
+                }
+                Service::Down(None) if running.live.paused => {
+                    let what =
+                        "its filter has died, and the next one begins when its guest goes on";
+                    return Err(internal(what));
                 }
                 Service::Down(None) => return Err(rules::locked(&spec)),
                 Service::Down(Some(_)) => Err(internal("its disks are not served yet")),
@@ -610,6 +621,15 @@ impl Owner {
         let boot = self.spec.hardware.boot.clone();
         Some(StartedWith { vcpus, memory, disks: disks.collect(), boot })
     }
+}
+
+/// Puts on record what is about to be done to the guest. Where that fails, nothing is done, and it stays as it was `before`.
+fn write_or(running: &mut Running, spec: &VmSpec, before: Live) -> Result<(), Problem> {
+    running.write(spec).inspect_err(|_| {
+        running.live = before;
+        // What was written may be there, though it failed.
+        let _ = running.write(spec);
+    })
 }
 
 fn not_there() -> Problem {

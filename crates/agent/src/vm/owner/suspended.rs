@@ -45,10 +45,11 @@ impl Owner {
         generation: Option<u64>,
     ) -> Result<(), Problem> {
         self.require_known_queues()?;
+        // Before the wait: it would end with a filter that began while the guest stood still, which is not the reason.
+        self.require_no_panic()?;
         if !self.running().is_some_and(|running| running.live.paused) {
             self.until_served().await?;
         }
-        self.require_no_panic()?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
         self.request = request_id::current();
@@ -119,6 +120,18 @@ impl Owner {
             return Err(rules::wrong_state(&spec, what));
         }
         Ok(())
+    }
+
+    /// Asks once more whether the guest runs with its filter, where that was not so when the filter began: a disk was being plugged in, the guest
+    /// stood still, or QEMU was busy. When a guest stops by itself, as it panics or is sent, it is too late to ask.
+    pub(super) async fn look_whether_taken(&mut self) {
+        let spec = self.spec.clone();
+        let Some(running) = self.running() else { return };
+        let served = matches!(running.service, Service::Served(_));
+        if running.begun_still && served && !running.stands_still() {
+            running.begun_still =
+                !queues::taken(&running.control, &spec, &running.live, &running.qmp).await;
+        }
     }
 
     /// The memory is saved, or is not.
