@@ -38,14 +38,16 @@ use crate::stack::request::{IoError, Operation, RequestId};
 /// Its name.
 pub const KIND: &str = "stall";
 
-/// The buffers of one queue, in bytes: 4 large requests of 1 MiB at a time, or 1024 small ones.
+/// The buffers of one queue, in bytes: 2 large requests of 2 MiB at a time, or 1024 small ones.
 pub const POOL_BYTES: usize = 4 << 20;
 
-/// The most buffers of one part: 1 MiB goes down in one piece, as storage elsewhere answers one large request sooner than many.
-const PART_BUFFERS: usize = 16;
+/// The most buffers of one part: 2 MiB go down in one piece, as storage elsewhere answers one large request sooner than many. A large one
+/// leaves as much to others.
+const PART_BUFFERS: usize = 32;
 
-/// The most parts of one request in flight, so that a large one leaves buffers to others.
-const PARTS_MAX: u32 = 2;
+/// The most parts of one request in flight. So what is below gets no more requests at a time than a front end has, for which it has room:
+/// the alignment fails those beyond.
+const PARTS_MAX: u32 = 1;
 
 /// A look that is so late says that this thread did not run (it was stopped, or its host was too busy): the threads and processes below
 /// get as long to answer what they were given, as they may not have run either.

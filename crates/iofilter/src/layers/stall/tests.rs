@@ -298,6 +298,24 @@ fn large_requests_and_those_that_wait_for_buffers_fail_whole() {
 }
 
 #[test]
+fn what_is_below_never_has_more_requests_than_the_front_end() {
+    let mut bench = Bench::new(1);
+    bench.stick(0, true);
+    let mut large: Vec<_> = (0..2).map(|_| vec![4; 2 << 20]).collect();
+    for (place, data) in (0..).zip(&mut large) {
+        bench.ask(0, Operation::Read, place << 21, data);
+    }
+    let mut data = [0; 512];
+    for _ in 2..ROOTS_MAX {
+        bench.ask(0, Operation::WriteZeroes { unmap: true }, 8 << 20, &mut data);
+    }
+    assert_eq!(lock(&bench.queues[0].1).has.len(), ROOTS_MAX);
+    bench.stick(0, false);
+    assert_eq!(bench.done(0), [Ok(()); ROOTS_MAX]);
+    assert!(large.iter().flatten().all(|byte| *byte == 7));
+}
+
+#[test]
 fn all_queues_of_the_disk_fail_and_wait_for_the_last_of_them() {
     let mut bench = Bench::new(3);
     let mut data = [[1; 4096]; 3];
