@@ -38,14 +38,20 @@ use crate::stack::request::{IoError, Operation, RequestId};
 /// Its name.
 pub const KIND: &str = "stall";
 
-/// The buffers of one queue, in bytes: 4 large requests of 1 MiB at a time, or 1024 small ones.
+/// The buffers of one queue, in bytes: 2 large requests of 2 MiB at a time, or 1024 small ones.
 pub const POOL_BYTES: usize = 4 << 20;
 
-/// The most buffers of one part: 1 MiB goes down in one piece, as storage elsewhere answers one large request sooner than many.
-const PART_BUFFERS: usize = 16;
+/// The most buffers of one part: 2 MiB go down in one piece, as storage elsewhere answers one large request sooner than many. A large one
+/// leaves as much to others.
+const PART_BUFFERS: usize = 32;
 
-/// The most parts of one request in flight, so that a large one leaves buffers to others.
-const PARTS_MAX: u32 = 2;
+/// The most parts of one request in flight. So what is below gets no more requests at a time than a front end has, for which it has room:
+/// the alignment fails those beyond.
+const PARTS_MAX: u32 = 1;
+
+/// A look that is so late says that this thread did not run (it was stopped, or its host was too busy): the threads and processes below
+/// get as long to answer what they were given, as they may not have run either.
+const LATE: Duration = Duration::from_secs(1);
 
 /// The layer.
 #[derive(Clone, Debug)]
@@ -75,6 +81,7 @@ impl Layer for Stall {
             scratch: Vec::with_capacity(PART_BUFFERS),
             waiting: BufferQueue::default(),
             look_at: None,
+            looks_again: false,
             listens: None,
         }))
     }
@@ -126,6 +133,8 @@ struct StallFilter {
     waiting: BufferQueue,
     /// No request is too old before.
     look_at: Option<Instant>,
+    /// A request was too old at the last look. Storage has been asked for its answers since.
+    looks_again: bool,
     /// At which stall this chain is woken by another queue's.
     listens: Option<u64>,
 }
@@ -341,6 +350,12 @@ impl StallFilter {
         }
     }
 
+    /// For how long the oldest request is in flight that has not ended. One that has ended counts no more, though its answer is not fetched.
+    fn oldest(&self, now: Instant, io: &Io<'_>) -> Option<Duration> {
+        let began = self.kept.iter().flatten().filter_map(|kept| io.began(kept.id)).min()?;
+        Some(now.saturating_duration_since(began))
+    }
+
     /// Looks whether the oldest request is too old; whether the disk fails.
     fn is_stalled(&mut self, io: &Io<'_>) -> bool {
         if self.disk.is_reported() {
@@ -352,10 +367,17 @@ impl StallFilter {
             return false;
         }
         let timeout = self.disk.timeout();
-        let Some(age) = io.oldest(now) else {
-            self.look_at = None;
+        let Some(age) = self.oldest(now, io) else {
+            (self.look_at, self.looks_again) = (None, false);
             return false;
         };
+        let looked = std::mem::replace(&mut self.looks_again, false);
+        if age >= timeout && !looked {
+            // Storage may have answered while this thread did not run, and is asked after this.
+            self.looks_again = true;
+            self.look_at = now.checked_add(pause(now.saturating_duration_since(at), timeout));
+            return false;
+        }
         if age >= timeout && self.disk.report(age) {
             return true;
         }
@@ -364,6 +386,11 @@ impl StallFilter {
         self.look_at = now.checked_add(left);
         false
     }
+}
+
+/// How long after a look that found a request too old the next one is, where that look was so late.
+fn pause(late: Duration, timeout: Duration) -> Duration {
+    if late > LATE { LATE.min(timeout) } else { Duration::ZERO }
 }
 
 fn has_data(operation: Operation) -> bool {
@@ -407,6 +434,7 @@ impl Filter for StallFilter {
 
     fn tick(&mut self, io: &mut Io<'_>) -> Option<Instant> {
         if self.open == 0 {
+            self.looks_again = false;
             return None;
         }
         self.listen(io);

@@ -52,7 +52,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::poll::PollFlags;
 
@@ -276,11 +276,6 @@ impl Io<'_> {
     /// Since when a request of the front end is in flight; none where the front end does not say so, or a filter keeps it back.
     pub(crate) fn began(&self, id: RequestId) -> Option<Instant> {
         self.flight.since(id.index())
-    }
-
-    /// For how long the oldest request of the front end is in flight.
-    pub(crate) fn oldest(&self, now: Instant) -> Option<Duration> {
-        self.flight.oldest(now)
     }
 
     /// Makes a request that belongs to no other one, without data, still at this layer. It comes up to its maker only, which releases

@@ -100,13 +100,14 @@ impl StallState {
         self.since.store(u64::try_from(since).unwrap_or(u64::MAX), SeqCst);
         match self.word.fetch_update(SeqCst, SeqCst, has_some) {
             Ok(word) => {
+                self.waiters.wake();
+                // After that: a chain that sees another number asks to be woken again, and this must not take that back.
                 self.stalls.fetch_add(1, SeqCst);
                 tracing::error!(
                     seconds = age.as_secs(),
                     requests = word / ONE,
                     "storage does not answer; requests of the disk fail until it has answered all that it was given"
                 );
-                self.waiters.wake();
                 true
             }
             Err(word) => word & REPORTED != 0,
