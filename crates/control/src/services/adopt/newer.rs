@@ -25,6 +25,15 @@ use crate::store::StoreError;
 use crate::store::events::{self, Filter};
 use crate::store::vms::Vm;
 
+/// The events after which the inventory knows a VM better than descriptors from before, and what each means, for people. A VM that came
+/// after the server was restored is not in the backup: nothing of it can be newer than the inventory.
+const KNOWN_SINCE: [(&str, &str); 4] = [
+    ("vm.changed", "the VM was changed here since the server was restored"),
+    ("vm.created", "the VM was created here since the server was restored"),
+    ("vm.adopted", "the VM was adopted here since the server was restored"),
+    ("vm.arrived", "the VM came here from another control plane since the server was restored"),
+];
+
 /// What a VM that the inventory has gets, if its descriptor is authentic.
 #[derive(Clone)]
 pub(super) struct Changed {
@@ -148,10 +157,11 @@ async fn stands_against(
     vm: &Vm,
     restored: i64,
 ) -> Result<Option<String>, StoreError> {
-    let since = last_event(services, "vm.changed", Some(&vm.name)).await?;
-    if since.is_some_and(|changed| changed > restored) {
-        let why = "the VM was changed here since the server was restored";
-        return Ok(Some(why.to_owned()));
+    for (kind, why) in KNOWN_SINCE {
+        let since = last_event(services, kind, Some(&vm.name)).await?;
+        if since.is_some_and(|since| since > restored) {
+            return Ok(Some(why.to_owned()));
+        }
     }
     if let Some(host) = known.elsewhere.get(&vm.id) {
         return Ok(Some(format!("the VM is not off on host '{host}'")));

@@ -36,7 +36,8 @@ use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
-use crate::store::{Write, nics, vms};
+use crate::store::snapshots::Snapshot;
+use crate::store::{Write, nics, snapshots, vms};
 
 /// Another host that a clone is for.
 pub(super) struct Destination {
@@ -94,13 +95,16 @@ pub(super) async fn choose(
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
     let datastores = datastores::of_host(&mut read, host.id).await?;
     let cards = nics::of_vm(&mut read, origin.id).await?;
+    let snapshot = match &request.snapshot {
+        Some(name) => snapshots::find(&mut read, origin.id, name).await?,
+        None => None,
+    };
     drop(read);
     let agent = services.hosts.connected(host.id)?;
     let cards: Vec<NicSpec> = cards.into_iter().map(without_ports).collect();
     let examined = examine(&*agent, origin.id, cards.iter(), &origin.hardware).await;
     examined.map_err(|why| refused(origin, &host, &why))?;
-    // A TPM is a new one.
-    let holds = |disk: &&Disk| !disk.detached && disk.role != DiskRole::Tpm;
+    let holds = |disk: &&Disk| !disk.detached && is_for_clone(disk, snapshot.as_ref(), request);
     let disks = disks.iter().filter(holds).collect();
     let (host, datastores, linked) = (&host, &datastores, request.linked);
     let asked = Asked { services, origin, disks, policy, linked, host, agent, datastores };
@@ -110,6 +114,18 @@ pub(super) async fn choose(
     }
     let (host, datastores) = (host.clone(), datastores.clone());
     Ok(Some(Destination { host, way, datastores }))
+}
+
+/// Whether a disk of the VM holds something for the clone. Disks that are not in the snapshot are not cloned, wherever they are.
+fn is_for_clone(disk: &Disk, snapshot: Option<&Snapshot>, request: &CloneVm) -> bool {
+    match disk.role {
+        DiskRole::Data | DiskRole::UefiVariables => {
+            snapshot.is_none_or(|snapshot| snapshot.disks.contains(&disk.id))
+        }
+        DiskRole::CloudInit => request.cloud_init.is_none(),
+        // A TPM is a new one.
+        DiskRole::Tpm => false,
+    }
 }
 
 fn of_host(problem: Problem) -> Problem {

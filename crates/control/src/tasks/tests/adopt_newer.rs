@@ -166,7 +166,10 @@ async fn a_vm_that_was_recrypted_as_well_gets_its_key_and_its_devices() {
 async fn what_nobody_vouches_for_is_told_and_not_taken() {
     for (case, said) in [
         ("another's", "not authenticated"),
-        ("changed", "changed here since the server was restored"),
+        ("vm.changed", "changed here since the server was restored"),
+        ("vm.created", "created here since the server was restored"),
+        ("vm.adopted", "adopted here since the server was restored"),
+        ("vm.arrived", "came here from another control plane since the server was restored"),
         ("running", "Stop it"),
         ("another's address", "has the address"),
     ] {
@@ -179,7 +182,7 @@ async fn what_nobody_vouches_for_is_told_and_not_taken() {
         tell(&fixture, "server.restored", "server").await;
         match case {
             "another's" => fixture.agent.change_descriptors(vm, |it| it.mac = None),
-            "changed" => tell(&fixture, "vm.changed", "web").await,
+            event if event.starts_with("vm.") => tell(&fixture, event, "web").await,
             "running" => {}
             _ => {
                 let other = fixture.made("other", "encrypted").await;

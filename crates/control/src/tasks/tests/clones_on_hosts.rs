@@ -3,7 +3,7 @@
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::Allocation;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_AT_REST};
-use vmseal_api::id::HostId;
+use vmseal_api::id::{DiskId, HostId};
 use vmseal_api::model::{Plan, Replication, Task as Shown};
 use vmseal_api::request::{CloneVm, DrainHost};
 use vmseal_secret::sealed_box::Recipient;
@@ -12,7 +12,7 @@ use super::mirror::second;
 use super::*;
 use crate::services::{Caller, Outcome, Privilege, Services, clone_vm, create_vm, drain};
 use crate::store::disks::Disk;
-use crate::store::{datastores, policies};
+use crate::store::{datastores, disks, policies};
 
 /// The name of the other host.
 const OTHER_HOST: &str = "there";
@@ -231,6 +231,29 @@ async fn what_cannot_be_at_the_other_host_is_refused() {
         bench.fixture.eventually("the server sees it", lacks).await;
     }
     assert_eq!(bench.fixture.agent.disks().len(), 2, "something was made");
+}
+
+/// It is not cloned: where it is does not matter.
+#[tokio::test]
+async fn a_disk_that_the_snapshot_does_not_keep_decides_nothing() {
+    let bench = Bench::new().await;
+    super::snapshots::taken(&bench.fixture, bench.origin, "base").await;
+    let second = second(&bench.fixture).await;
+    bench.fixture.share_datastore(bench.other, OTHER_HOST).await;
+    let added = Disk {
+        id: DiskId::new(),
+        name: "later".to_owned(),
+        datastore: second.spec_on(bench.fixture.host).unwrap(),
+        datastore_name: second.name.clone(),
+        ..bench.fixture.disks(bench.origin).await.remove(1)
+    };
+    let mut write = bench.fixture.store.write().await.unwrap();
+    disks::insert(&mut write, bench.origin, 2, &added).await.unwrap();
+    write.commit().await.unwrap();
+    let snapshot = Some("base".to_owned());
+    let request = CloneVm { snapshot, linked: true, ..to_host("copy") };
+    let plan = bench.planned(request).await;
+    assert!(plan.steps[1].contains("nothing is sent to the other host"), "{plan:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
