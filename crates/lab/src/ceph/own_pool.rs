@@ -231,6 +231,15 @@ fn every_pool() -> Result<Vec<Pool>, CephError> {
     Ok(all.map(|(_, pool)| pool).collect())
 }
 
+/// What OSDs store of so many bytes in such a pool; without a redundancy in the one that other experiments have.
+#[must_use]
+pub fn stored(raid: Option<Raid>, bytes: u64) -> u64 {
+    match raid {
+        Some(raid) => raid.redundancy().stored(bytes),
+        None => bytes.saturating_mul(u64::from(COPIES)),
+    }
+}
+
 /// The rights for these pools, as docs/ceph.md gives them.
 fn rights<'a>(pools: impl Iterator<Item = &'a RbdPool>) -> String {
     let names = pools.flat_map(|pool| [Some(&pool.pool), pool.data_pool.as_ref()]).flatten();
