@@ -1,8 +1,10 @@
 //! The room that clusters take on a file system while experiments are measured on them.
 //!
-//! BlueStore writes most of what overwrites data to space that it has not used before, and gives none of the space of its file
-//! back to the file system: what is overwritten again and again makes an OSD's file grow until it has its full size, however small the
-//! disks are. Only what is written once takes what it is long.
+//! BlueStore writes new data to unallocated space of its file, also where it overwrites other data (but for small writes), and gives
+//! nothing of the file back to the file system: what is overwritten again and again may make an OSD's file grow until it has its
+//! full size, however small the disks are. Only what is written once takes no more than its length.
+//!
+//! Nothing of it is given back, as BlueStore discards (`bdev_enable_discard`) by an ioctl of block devices, which files do not have.
 
 use std::collections::BTreeMap;
 use std::fmt;
