@@ -1,6 +1,7 @@
 //! `vmseal lab run`: experiments by id or file.
 
 mod pools;
+mod room;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,6 +15,7 @@ use serde::Serialize;
 use self::pools::{InCluster, Stored};
 use crate::arguments::{BenchArguments, BenchError, beside_this_program};
 use crate::catalogue;
+use crate::ceph::room::Shortage;
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{
     AxisValue, CLUSTERS, Definition, DefinitionError, Extent, Matter, REDUNDANCY,
@@ -103,6 +105,9 @@ pub enum RunError {
         /// How.
         source: ExperimentError,
     },
+    /// The clusters may fill their file system.
+    #[error("{0}")]
+    Room(Shortage),
     /// The goals cannot be used, or the report cannot be written.
     #[error(transparent)]
     Bench(#[from] BenchError),
@@ -162,6 +167,7 @@ pub fn run(
     let goals = goals::parse(Path::new("bench/goals.toml"), GOALS).map_err(BenchError::from)?;
     let (started, commit) = (jiff::Timestamp::now(), machine::commit());
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
+    arguments.check_room(&definitions)?;
     let (mut experiments, mut all) = (Vec::new(), Outcome::default());
     for (definition, named) in definitions.iter().zip(&arguments.experiments) {
         observe(Progress::Section(&definition.id, &definition.title));

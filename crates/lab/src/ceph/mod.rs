@@ -19,6 +19,7 @@
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
 //! | [`own_pool`], [`mount`], [`client`] | a pool that is there for one experiment, its files, and what gets to it by Ceph's own library |
+//! | [`room`] | what experiments may have the OSDs' files grow by, and what is free |
 //! | [`setup`] | what of a cluster is encrypted, and choosing one by that |
 //! | [`waiting`], [`progress`], [`error`] | how far it is, and why it failed |
 
@@ -38,6 +39,7 @@ pub mod processes;
 pub mod progress;
 pub mod record;
 pub mod redundancy;
+pub mod room;
 pub mod setup;
 pub mod status;
 pub mod tools;

@@ -18,6 +18,7 @@ use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted};
 
 use super::error::CephError;
 use super::tools;
+use crate::stop::Left;
 
 /// The program.
 const PROGRAM: &str = "vmseal-rbd";
@@ -36,6 +37,7 @@ pub struct Mount {
     process: Child,
     directory: PathBuf,
     channel: PathBuf,
+    _left: Left,
     /// With its log and the record of its process.
     _home: TempDir,
 }
@@ -62,7 +64,10 @@ impl Mount {
             let program = program.display().to_string();
             CephError::Program { program, source }
         })?;
-        let mut mount = Self { process, directory, channel: PathBuf::new(), _home: home };
+        let at = directory.display();
+        let left = Left::new(format!("the mount of a pool: umount -l {at}"));
+        let mut mount =
+            Self { process, directory, channel: PathBuf::new(), _left: left, _home: home };
         let mounted = mount.until_mounted().and_then(|()| channel(&mount.directory));
         mount.channel = mounted.map_err(|what| {
             let said = tools::end_of(&log);

@@ -22,6 +22,7 @@ use super::progress::Progress;
 use super::record::Record;
 use super::redundancy::{Raid, Redundancy};
 use super::tools::{self, Tools};
+use crate::stop::Left;
 
 /// Its name; where there are several, what the names of all begin with.
 pub const NAME: &str = "vmseal-lab-run";
@@ -39,6 +40,8 @@ pub struct OwnPool {
     layout: Layout,
     accesses: Vec<Access>,
     removed: bool,
+    /// What stays where the cluster does not answer.
+    left: Left,
     /// With the user's key.
     _home: TempDir,
     _lock: Lock,
@@ -129,7 +132,11 @@ impl OwnPool {
         let access =
             |(raid, pool): &(Option<Raid>, Pool)| (*raid, access(&record, pool, home.path()));
         let accesses = pools.iter().map(access).collect();
-        let this = Self { layout, accesses, removed: false, _home: home, _lock: lock };
+        let left = Left::new(format!(
+            "in the cluster in {} pools that begin with {NAME}, and {USER}: the next run on it removes them",
+            layout.root().display()
+        ));
+        let this = Self { layout, accesses, removed: false, left, _home: home, _lock: lock };
         this.clear()?;
         for (_, pool) in &pools {
             pools::ensure(&this.layout, pool, record.osds.len(), observe)?;
@@ -171,7 +178,7 @@ impl OwnPool {
     /// [`CephError`]; the next run tries it again.
     pub fn remove(mut self) -> Result<(), CephError> {
         self.removed = true;
-        self.clear()
+        self.clear().inspect_err(|_| self.left.stays())
     }
 
     fn clear(&self) -> Result<(), CephError> {
@@ -206,7 +213,9 @@ impl Drop for OwnPool {
     fn drop(&mut self) {
         if !self.removed {
             // Something else has failed, and is said.
-            let _ = self.clear();
+            if self.clear().is_err() {
+                self.left.stays();
+            }
         }
     }
 }
@@ -229,6 +238,15 @@ fn pools_for(raids: &[Raid]) -> Result<Vec<(Option<Raid>, Pool)>, CephError> {
 fn every_pool() -> Result<Vec<Pool>, CephError> {
     let all = pools_for(&[])?.into_iter().chain(pools_for(&Raid::ALL)?);
     Ok(all.map(|(_, pool)| pool).collect())
+}
+
+/// What OSDs store of so many bytes in such a pool; without a redundancy in the one that other experiments have.
+#[must_use]
+pub fn stored(raid: Option<Raid>, bytes: u64) -> u64 {
+    match raid {
+        Some(raid) => raid.redundancy().stored(bytes),
+        None => bytes.saturating_mul(u64::from(COPIES)),
+    }
 }
 
 /// The rights for these pools, as docs/ceph.md gives them.

@@ -17,7 +17,7 @@ pub enum Progress {
     Clean(u64, u64),
     /// A daemon was ended.
     Ended(String),
-    /// The OSDs' files may become larger (bytes) than what is free (bytes).
+    /// The OSDs' files may grow by more (bytes) than what is free (bytes), but for a margin.
     Room(u64, u64),
 }
 
@@ -34,7 +34,8 @@ impl fmt::Display for Progress {
             Self::Ended(daemon) => write!(f, "{daemon}: ended"),
             Self::Room(needed, free) => write!(
                 f,
-                "warning: full OSDs would take {} GiB here, and {} GiB are free",
+                "warning: the OSDs' files may grow by {} GiB here, and {} GiB are free: a file system that becomes full ends the \
+                 daemons, and experiments that write are refused; a cluster that is made anew may have smaller OSDs (--osd-gib)",
                 needed >> 30,
                 free >> 30
             ),

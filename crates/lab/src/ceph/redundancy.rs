@@ -160,6 +160,18 @@ impl Redundancy {
         }
     }
 
+    /// What OSDs store of so many bytes.
+    #[must_use]
+    pub fn stored(self, bytes: u64) -> u64 {
+        match self {
+            Self::Copies { size, .. } => bytes.saturating_mul(u64::from(size)),
+            Self::Chunks { erasure: Erasure { data, coding }, .. } => {
+                let parity = bytes.div_ceil(u64::from(data)).saturating_mul(u64::from(coding));
+                bytes.saturating_add(parity)
+            }
+        }
+    }
+
     /// The OSDs that it needs.
     #[must_use]
     pub fn osds(self) -> u32 {
@@ -260,6 +272,13 @@ mod tests {
         }
         assert_eq!(Raid::Raid1.redundancy(), Redundancy::new(None, None, None).unwrap());
         assert_eq!(Raid::Raid6.redundancy(), chunks("4+2", None).unwrap());
+    }
+
+    #[test]
+    fn copies_are_stored_whole_and_chunks_with_their_share() {
+        assert_eq!(Raid::Raid1.redundancy().stored(100), 300);
+        assert_eq!(Raid::Raid6.redundancy().stored(100), 150);
+        assert_eq!(chunks("2+1", None).unwrap().stored(5), 8);
     }
 
     #[test]

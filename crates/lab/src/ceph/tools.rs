@@ -6,12 +6,13 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 
 use super::error::CephError;
 use super::layout::Layout;
+use crate::stop;
 
 /// The programs that a cluster needs.
 pub const PROGRAMS: [&str; 7] =
@@ -21,6 +22,11 @@ pub const PROGRAMS: [&str; 7] =
 const CONNECT: &str = "10";
 /// How long a tool may take. Making a store takes seconds; this is for a machine that is busy with other work.
 const LIMIT: Duration = Duration::from_secs(120);
+/// How long it may take once a signal has asked for the end: as long as `ceph` tries to reach the monitor. A cluster whose disk is full
+/// may never answer.
+const STOPPED_LIMIT: Duration = Duration::from_secs(10);
+/// How often it is looked whether one has.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How much of what a failed tool said an error quotes, in bytes.
 const QUOTED: usize = 600;
 
@@ -61,7 +67,16 @@ pub fn isolated(mut command: Command) -> Command {
 ///
 /// # Errors
 /// It cannot be run, failed, or did not end in time.
-pub fn run(mut command: Command) -> Result<Vec<u8>, CephError> {
+pub fn run(command: Command) -> Result<Vec<u8>, CephError> {
+    run_within(command, (LIMIT, STOPPED_LIMIT), stop::asked)
+}
+
+/// Runs a program that ends within the first of these times, or within the second from when the end was asked for.
+fn run_within(
+    mut command: Command,
+    limits: (Duration, Duration),
+    asked: fn() -> bool,
+) -> Result<Vec<u8>, CephError> {
     let what = shown(&command);
     let name = command.get_program().to_string_lossy().into_owned();
     let failed = |source| CephError::Program { program: name.clone(), source };
@@ -71,11 +86,10 @@ pub fn run(mut command: Command) -> Result<Vec<u8>, CephError> {
     let (open, closed) = mpsc::channel();
     let printed = child.stdout.take().map(|pipe| read(pipe, open.clone()));
     let said = child.stderr.take().map(|pipe| read(pipe, open));
-    let in_time = !matches!(closed.recv_timeout(LIMIT), Err(RecvTimeoutError::Timeout));
-    if !in_time {
+    if let Err(limit) = wait(&closed, limits, asked) {
         child.kill().map_err(failed)?;
         child.wait().map_err(failed)?;
-        return Err(CephError::NoAnswer { what, seconds: LIMIT.as_secs() });
+        return Err(CephError::NoAnswer { what, seconds: limit.as_secs() });
     }
     let status = child.wait().map_err(failed)?;
     let text = |thread: Option<thread::JoinHandle<Vec<u8>>>| {
@@ -85,6 +99,28 @@ pub fn run(mut command: Command) -> Result<Vec<u8>, CephError> {
         true => Ok(text(printed)),
         false => Err(CephError::Command { what, said: end(&text(said)) }),
     }
+}
+
+/// Waits until nobody sends any more; else gives the time that it had.
+fn wait(
+    closed: &mpsc::Receiver<()>,
+    (limit, stopped_limit): (Duration, Duration),
+    asked: fn() -> bool,
+) -> Result<(), Duration> {
+    let begun = Instant::now();
+    let mut stopped: Option<Instant> = None;
+    while closed.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
+        if stopped.is_none() && asked() {
+            stopped = Some(Instant::now());
+        }
+        if stopped.is_some_and(|it| it.elapsed() >= stopped_limit) {
+            return Err(stopped_limit);
+        }
+        if begun.elapsed() >= limit {
+            return Err(limit);
+        }
+    }
+    Ok(())
 }
 
 fn read(
@@ -192,6 +228,26 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "echo out; echo warning >&2"]);
         assert_eq!(run(command).unwrap(), b"out\n");
+    }
+
+    #[test]
+    fn a_program_has_less_time_once_the_end_is_asked_for() {
+        let sleeps = || {
+            let mut command = Command::new("sleep");
+            command.arg("600");
+            command
+        };
+        let (short, long) = (Duration::from_secs(1), Duration::from_secs(500));
+        let begun = Instant::now();
+        let (yes, no): (fn() -> bool, fn() -> bool) = (|| true, || false);
+        for (limits, asked) in [((long, short), yes), ((short, long), no)] {
+            let refused = run_within(sleeps(), limits, asked).unwrap_err();
+            assert!(matches!(refused, CephError::NoAnswer { seconds: 1, .. }), "{refused}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        let mut answers = Command::new("echo");
+        answers.arg("there");
+        assert_eq!(run_within(answers, (long, long), yes).unwrap(), b"there\n");
     }
 
     #[test]

@@ -21,6 +21,7 @@ use super::processes;
 use super::progress::Progress;
 use super::record::Record;
 use super::redundancy::Redundancy;
+use super::room::{KEPT_FREE, OsdFiles};
 use super::status::{self, Status};
 use super::tools::{self, Tools};
 use super::waiting::Waiting;
@@ -286,17 +287,9 @@ impl Up<'_> {
 
     /// Tells when the OSDs could not all be filled.
     fn say_room(&mut self) -> Result<(), CephError> {
-        let root = self.layout.root();
-        let new = self.record.osds.len()
-            - (0..self.record.osds.len())
-                .filter(|id| self.layout.store(Daemon::Osd(*id)).exists())
-                .count();
-        let found = nix::sys::statvfs::statvfs(root);
-        let found = found.map_err(|errno| Self::file(root)(errno.into()))?;
-        let free = found.blocks_available() * found.fragment_size();
-        let needed = new as u64 * (self.record.osd_gib << 30);
-        if needed > free {
-            (self.observe)(&Progress::Room(needed, free));
+        let files = OsdFiles::of(self.layout, self.record)?;
+        if files.growth().saturating_add(KEPT_FREE) > files.free {
+            (self.observe)(&Progress::Room(files.growth(), files.free));
         }
         Ok(())
     }

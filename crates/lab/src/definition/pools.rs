@@ -23,6 +23,15 @@ impl Definition {
         }
     }
 
+    /// The clusters that are compared; where none are told apart, the one that is given first.
+    #[must_use]
+    pub fn clusters_or_first(&self) -> Vec<Option<Setup>> {
+        match self.clusters() {
+            [] => vec![None],
+            clusters => clusters.iter().copied().map(Some).collect(),
+        }
+    }
+
     /// The redundancies that are compared; none but on Ceph.
     #[must_use]
     pub fn redundancy(&self) -> &[Raid] {

@@ -100,11 +100,7 @@ impl RunArguments {
     ) -> Result<Pools, ExperimentError> {
         let sections = sections::of_definition(definition);
         let (mut made, mut unavailable) = (Vec::new(), Vec::new());
-        let mut clusters: Vec<_> = definition.clusters().iter().copied().map(Some).collect();
-        if clusters.is_empty() {
-            clusters.push(None);
-        }
-        for cluster in clusters {
+        for cluster in definition.clusters_or_first() {
             let directory = match self.directory_of(cluster, named) {
                 Ok(directory) => directory,
                 Err(why) if cluster.is_none() => {
@@ -131,7 +127,11 @@ impl RunArguments {
 
     /// The directory of a cluster that is set up so and can be measured on, without a setup the first that is given; else why
     /// an experiment, which was named so, cannot be measured there.
-    fn directory_of(&self, cluster: Option<Setup>, named: &str) -> Result<&Path, String> {
+    pub(super) fn directory_of(
+        &self,
+        cluster: Option<Setup>,
+        named: &str,
+    ) -> Result<&Path, String> {
         let usable = match cluster {
             Some(setup) => setup::usable(&self.ceph_directory, setup, named),
             None => own_pool::usable(self.ceph_directory.first().map(PathBuf::as_path), named),
