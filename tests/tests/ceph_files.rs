@@ -186,6 +186,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     long_files(&cluster, &here, &there);
     striped_files(&here);
     notes_of_images(&cluster, &here, &there);
+    rights_to_fence(&cluster, &here);
     removals(&cluster, &mut here);
     locks(&cluster, &mut here, &there);
     one_writer(&cluster, &mut here, &there);
@@ -193,7 +194,6 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     a_paused_owner(&here, &there);
     there.unmount();
     trials(&cluster);
-    rights_to_fence(&cluster, &here);
 }
 
 /// Whether the user may have other hosts kept from the pool is known before it is to be done. Nobody is on the blocklist for that.

@@ -1,7 +1,8 @@
 //! The processes of a running VM: watching them, and ending them in the right order.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use serde_json::Value;
@@ -69,6 +70,8 @@ pub struct Running {
     /// Whether the filter that serves has begun while the guest stood still, or may have: QEMU does not know its queues
     /// ([`super::queues`]).
     pub begun_still: bool,
+    /// When devices have left ports of this QEMU.
+    pub left_ports: BTreeMap<u32, Instant>,
     /// The writing of a core dump of a guest that has panicked.
     pub dumping: Option<PanicDumping>,
 }
@@ -193,9 +196,10 @@ impl Running {
         Ok(Witness::new(filter, self.control.clone()))
     }
 
-    /// Whether its guest stands still and no filter may begin: QEMU would have it work ([`super::queues`]).
+    /// Whether its guest stands still and no filter may begin: QEMU would have it work ([`super::queues`]). Where one has begun since the
+    /// guest was paused, there is nothing to keep, and the next one may begin, too.
     pub fn stands_still(&self) -> bool {
-        self.live.paused || self.saving.is_some()
+        self.saving.is_some() || self.live.paused && self.live.queues_known
     }
 
     /// The guest that had panicked goes on, or boots again.

@@ -239,15 +239,14 @@ mod tests {
         };
         let (short, long) = (Duration::from_secs(1), Duration::from_secs(500));
         let begun = Instant::now();
-        let (yes, no): (fn() -> bool, fn() -> bool) = (|| true, || false);
-        for (limits, asked) in [((long, short), yes), ((short, long), no)] {
-            let refused = run_within(sleeps(), limits, asked).unwrap_err();
+        for (limits, asked) in [((long, short), true), ((short, long), false)] {
+            let refused = run_within(sleeps(), limits, || asked).unwrap_err();
             assert!(matches!(refused, CephError::NoAnswer { seconds: 1, .. }), "{refused}");
         }
         assert!(begun.elapsed() < Duration::from_secs(60));
         let mut answers = Command::new("echo");
         answers.arg("there");
-        assert_eq!(run_within(answers, (long, long), yes).unwrap(), b"there\n");
+        assert_eq!(run_within(answers, (long, long), || true).unwrap(), b"there\n");
     }
 
     #[test]
