@@ -75,7 +75,7 @@ pub fn run(command: Command) -> Result<Vec<u8>, CephError> {
 fn run_within(
     mut command: Command,
     limits: (Duration, Duration),
-    asked: fn() -> bool,
+    asked: impl Fn() -> bool,
 ) -> Result<Vec<u8>, CephError> {
     let what = shown(&command);
     let name = command.get_program().to_string_lossy().into_owned();
@@ -105,7 +105,7 @@ fn run_within(
 fn wait(
     closed: &mpsc::Receiver<()>,
     (limit, stopped_limit): (Duration, Duration),
-    asked: fn() -> bool,
+    asked: impl Fn() -> bool,
 ) -> Result<(), Duration> {
     let begun = Instant::now();
     let mut stopped: Option<Instant> = None;
