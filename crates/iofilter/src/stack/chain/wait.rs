@@ -77,7 +77,8 @@ impl Chain {
     ) -> Result<[PollFlags; N], Errno> {
         const { assert!(N <= OTHERS_MAX) };
         let busy = !self.is_idle();
-        if busy && !self.arm() {
+        // Requests apart end without a request that is done; who drains waits for the last of them.
+        if busy && (!self.arm() || self.is_idle()) {
             self.disarm(false);
             return Ok([PollFlags::empty(); N]);
         }
