@@ -8,7 +8,6 @@
 //! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left: QEMU does not
 //! wait for a filter that does not come.
 
-use std::collections::BTreeMap;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::pin::pin;
@@ -209,7 +208,6 @@ pub async fn boot(
         sending: None,
         panicked: false,
         begun_still: false,
-        left_ports: BTreeMap::new(),
         dumping: None,
     };
     Ok((running, notices))
@@ -418,7 +416,6 @@ pub async fn reconnect(
         live,
         saving: None,
         sending: None,
-        left_ports: BTreeMap::new(),
         dumping: None,
     })
 }

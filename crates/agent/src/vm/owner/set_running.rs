@@ -5,7 +5,6 @@
 //! removes it from the record, and the server that asked for it registers the VM again.
 
 use std::pin::pin;
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tokio::time::timeout;
@@ -300,9 +299,7 @@ impl Owner {
         spec.devices.retain(|device| !matches!(device, Device::Nic(known) if known.nic == nic));
         if let Some(running) = self.running() {
             running.live.nics.retain(|known| known.nic != nic);
-            if let Some(port) = running.live.nic_ports.remove(&nic) {
-                running.left_ports.insert(port, Instant::now());
-            }
+            running.live.nic_ports.remove(&nic);
         }
         self.keep(spec).await
     }
@@ -440,8 +437,6 @@ impl Owner {
         spec.devices.retain(|device| !matches!(device, Device::Disk(known) if known.disk == disk));
         spec.devices.extend(kept.map(Device::Disk));
         if let Some(running) = self.running() {
-            let port = running.live.disk(disk).and_then(|known| known.port);
-            running.left_ports.extend(port.map(|port| (port, Instant::now())));
             running.live.disks.retain(|known| known.disk != disk);
             // What others write to it from now on is not marked.
             bitmap_files::forget_unplugged(&running.directory, disk);
@@ -653,15 +648,11 @@ fn not_released(spec: &VmSpec, what: &str) -> Problem {
     Problem::new(ErrorCode::TimedOut, detail)
 }
 
-/// For how long a port is not taken that a device has left, while there are others. A guest (Linux's pciehp) waits five seconds before it
-/// switches a port off, and one after that; what comes there meanwhile may be switched off with it. Guests may be slow.
-const PORT_LEFT: Duration = Duration::from_secs(20);
-
 /// A port that no device of a running VM is plugged into.
 fn free_port(
     spec: &VmSpec,
     running: &Running,
-    wanted: impl Iterator<Item = u32>,
+    mut wanted: impl Iterator<Item = u32>,
 ) -> Result<u32, Problem> {
     let live = &running.live;
     if !live.spare_ports {
@@ -672,11 +663,7 @@ fn free_port(
         live.nic_ports.values().any(|taken| taken == port)
             || live.disks.iter().any(|disk| disk.port == Some(*port))
     };
-    let mut free: Vec<u32> = wanted.filter(|port| !taken(port)).collect();
-    let just_left =
-        |port: &u32| running.left_ports.get(port).is_some_and(|left| left.elapsed() < PORT_LEFT);
-    free.sort_by_key(just_left);
-    free.first().copied().ok_or_else(|| no_free_port(spec, PORTS))
+    wanted.find(|port| !taken(port)).ok_or_else(|| no_free_port(spec, PORTS))
 }
 
 /// The port and the queues of another disk.
