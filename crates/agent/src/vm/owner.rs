@@ -528,15 +528,10 @@ impl Owner {
 
     /// Begins to start another filter, if one is needed, its key is here, and its guest does not stand still.
     fn serve_again(&mut self) {
-        if !self.running().is_some_and(|running| running.stands_still()) {
-            self.begin_to_serve();
-        }
-    }
-
-    /// The same of a guest that stands still, too.
-    fn begin_to_serve(&mut self) {
+        let stands_still = self.running().is_some_and(|running| running.stands_still());
         // Another host may have the disks of one that is handed over.
         if self.lacks_key()
+            || stands_still
             || self.is_handed_over()
             || !self.running().is_some_and(|running| running.service.waits())
         {

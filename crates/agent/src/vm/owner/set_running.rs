@@ -373,8 +373,6 @@ impl Owner {
                 event = running.service.next() => event,
             };
             self.apply(Event::Process(ProcessEvent::Service(event))).await;
-            // Of a paused guest, too: the filter that has just died had begun while it was paused.
-            self.begin_to_serve();
         }
         loop {
             let spec = self.spec.clone();
@@ -383,11 +381,6 @@ impl Owner {
                 Service::Served(_) => {
                     let has_device = |disk| running.live.disk(disk).is_some();
                     serve::wait_connected(&running.control, &spec, has_device).await
-                }
-                Service::Down(None) if running.live.paused => {
-                    let what =
-                        "its filter has died, and the next one begins when its guest goes on";
-                    return Err(internal(what));
                 }
                 Service::Down(None) => return Err(rules::locked(&spec)),
                 Service::Down(Some(_)) => Err(internal("its disks are not served yet")),

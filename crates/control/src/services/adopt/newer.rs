@@ -1,9 +1,10 @@
 //! What the datastore has of VMs of the inventory that is newer than the backup from which this was restored: disks that
 //! were added or grew, and network cards. It is taken from a descriptor that is authentic; else it is only told.
 //!
-//! A MAC says who made a descriptor, and not when. Whoever writes to a datastore can put an old one back, and one that could
-//! not be written is old by itself. So nothing is taken unless the inventory was restored from a backup, and has not changed
-//! the VM since; nor from a descriptor that lacks what the inventory has and the datastore, too.
+//! A MAC shows that a host with the VM's key wrote the descriptor, but not when. Somebody who can write to the datastore can put an old
+//! descriptor back, and a descriptor stays old where its host could not write the next one. So the VM gets nothing unless the inventory
+//! was restored from a backup and has not changed the VM since. It also gets nothing if the descriptor lacks a disk that both the
+//! inventory and the datastore have.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;

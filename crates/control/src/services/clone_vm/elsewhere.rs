@@ -57,7 +57,7 @@ pub(super) enum Way {
     Sent { to: Datastore, encrypted: bool },
 }
 
-/// What is asked of the other host.
+/// A clone that is requested for another host, and what that host has for it.
 struct Asked<'a> {
     services: &'a Services,
     origin: &'a vms::Vm,

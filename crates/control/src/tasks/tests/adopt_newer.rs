@@ -205,7 +205,7 @@ async fn what_nobody_vouches_for_is_told_and_not_taken() {
     }
 }
 
-/// Whoever writes to the datastore has put an old one back.
+/// Somebody who can write to the datastore has put an old descriptor back.
 #[tokio::test]
 async fn a_descriptor_that_lacks_a_disk_which_is_there_is_not_taken() {
     let fixture = Fixture::new().await;

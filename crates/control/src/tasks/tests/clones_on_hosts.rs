@@ -1,4 +1,4 @@
-//! What is asked for of clones for another host: by which way they get there, what is said before, and what is refused.
+//! Clones for another host: how they get there, what the dry run says, and which requests are refused.
 
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::Allocation;
