@@ -2,6 +2,7 @@
 //! installation.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::guest::{Console, built};
 use crate::installation::Installation;
@@ -26,8 +27,13 @@ pub fn start(here: &Installation, vm: &str, policy: &str, more: &[&str]) -> anyh
     Ok(())
 }
 
-/// Runs a command in the guest; `done` is its output's end. The shell does not echo what is typed.
+/// Runs a command in the guest; `done` is its output's end. The shell does not echo what is typed. A console that was opened anew
+/// repeats what the guest said before: that is no answer to this command, so the shell says something new first.
 pub fn run(console: &mut Console, command: &str, done: &str) -> anyhow::Result<()> {
+    static ASKED: AtomicU32 = AtomicU32::new(0);
+    let asked = ASKED.fetch_add(1, Ordering::Relaxed);
+    console.type_text(&format!("echo ASKED-$((1 + {asked}))-\n"))?;
+    console.expect(&format!("ASKED-{}-", asked + 1), 0)?;
     console.type_text(&format!("{command}\n"))?;
     console.expect(done, 0)?;
     Ok(())

@@ -23,16 +23,19 @@ const ON_TAP: &str = "10.78.0.10";
 /// What the bridge's frames hold at most; the guest is told.
 const MTU: &str = "1400";
 
-/// Runs a command in the guest and waits until it succeeds. The shell does not echo what is typed.
+/// Waits until the guest says that a shell expression holds.
 fn holds(console: &mut Console, what: &str) {
-    let wait = format!("until {what}; do sleep 0.2; done; echo HOLDS-$((6 * 7))\n");
-    console.type_text(&wait).unwrap();
-    console.expect("HOLDS-42", 0).unwrap();
+    shell_guest::holds(console, what).unwrap();
+}
+
+/// What the guest calls the card with this address.
+fn card_with(mac: &str) -> String {
+    format!("$(basename $(dirname $(grep -l {mac} /sys/class/net/*/address)))")
 }
 
 /// The guest sets up the card with this address, whatever it calls it.
 fn set_up(console: &mut Console, mac: &str, address: &str) {
-    let card = format!("$(basename $(dirname $(grep -l {mac} /sys/class/net/*/address)))");
+    let card = card_with(mac);
     holds(console, &format!("grep -q {mac} /sys/class/net/*/address"));
     holds(console, &format!("ip link set {card} up"));
     holds(console, &format!("ip addr add {address}/24 dev {card}"));
@@ -70,6 +73,26 @@ fn nics(here: &Installation) -> Vec<Value> {
 /// Whether somebody has the tap open.
 fn is_connected(tap: &str) -> bool {
     ip(&format!("-o link show {tap}")).unwrap().contains("LOWER_UP")
+}
+
+/// A card is added with its cable out: the guest has it, and reaches nobody over it until the cable is plugged in.
+fn comes_with_its_cable_out(here: &Installation, console: &mut Console) {
+    let mac = "52:54:0a:4d:00:0d";
+    let nic = format!("bridge=br0,mac={mac},name=cut,link=down");
+    here.vmseal(&["nic", "add", VM, "--nic", &nic]).unwrap();
+    set_up(console, mac, "10.77.0.13");
+    let card = card_with(mac);
+    // A driver may say so a moment after it has begun: first an exchange is tried, which would have succeeded.
+    let reaches = format!("ping -c 1 -w 5 -I {card} 10.77.0.1");
+    let carrier = |wanted: u8| format!("[ $(cat /sys/class/net/{card}/carrier) = {wanted} ]");
+    holds(console, &format!("! {reaches}"));
+    holds(console, &carrier(0));
+    here.vmseal(&["nic", "set", VM, "cut", "--link", "up"]).unwrap();
+    holds(console, &carrier(1));
+    holds(console, &reaches);
+    here.vmseal(&["nic", "remove", VM, "cut"]).unwrap();
+    gone(console, mac);
+    eventually("the tap of the card is gone", || (taps().unwrap() == 0).then_some(())).unwrap();
 }
 
 #[test]
@@ -158,6 +181,7 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     gone(&mut console, "52:54:0a:4d:00:0a");
     here.vmseal(&["nic", "remove", VM, "lan"]).unwrap();
     eventually("the tap on the bridge is gone", || (taps().unwrap() == 0).then_some(())).unwrap();
+    comes_with_its_cable_out(&here, &mut console);
     // The tap of somebody else stays, free for the next.
     here.vmseal(&["nic", "remove", VM, "wire"]).unwrap();
     gone(&mut console, "52:54:0a:4e:00:0a");
@@ -166,12 +190,16 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     set_up(&mut console, "52:54:0a:4e:00:0b", ON_TAP);
     echoes(&mut connect(&format!("{ON_TAP}:7")).unwrap(), b"again").unwrap();
 
-    // At the next start it is a card as any other: the guest gives the first two addresses itself.
+    // At the next start it is a card as any other: the guest gives the first two addresses itself. A cable that is out then is out for
+    // the guest that boots, until it is plugged in.
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["nic", "set", VM, "wire", "--link", "down"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     drop(console);
     let mut console = here.console(VM).unwrap();
-    console.expect("VMSEAL-NET eth1 10.78.0.11 1", 0).unwrap();
+    console.expect("VMSEAL-NET eth1 10.78.0.11 0", 0).unwrap();
+    here.vmseal(&["nic", "set", VM, "wire", "--link", "up"]).unwrap();
+    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 1 ]");
     assert!(page("10.78.0.11:80").unwrap().contains("10.78.0.11"));
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     assert!(!is_connected("lan0"));

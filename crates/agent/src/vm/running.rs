@@ -1,7 +1,8 @@
 //! The processes of a running VM: watching them, and ending them in the right order.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use serde_json::Value;
@@ -69,6 +70,8 @@ pub struct Running {
     /// Whether the filter that serves has begun while the guest stood still, or may have: QEMU does not know its queues
     /// ([`super::queues`]).
     pub begun_still: bool,
+    /// When devices have left ports of this QEMU.
+    pub left_ports: BTreeMap<u32, Instant>,
     /// The writing of a core dump of a guest that has panicked.
     pub dumping: Option<PanicDumping>,
 }

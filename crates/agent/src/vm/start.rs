@@ -8,6 +8,7 @@
 //! step fails or the start is cancelled, the caller sweeps the run directory and nothing is left: QEMU does not
 //! wait for a filter that does not come.
 
+use std::collections::BTreeMap;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::pin::pin;
@@ -208,6 +209,7 @@ pub async fn boot(
         sending: None,
         panicked: false,
         begun_still: false,
+        left_ports: BTreeMap::new(),
         dumping: None,
     };
     Ok((running, notices))
@@ -416,6 +418,7 @@ pub async fn reconnect(
         live,
         saving: None,
         sending: None,
+        left_ports: BTreeMap::new(),
         dumping: None,
     })
 }

@@ -4,7 +4,9 @@
 //! A device is on record before QEMU gets it and until QEMU has let it go. When QEMU lacks a device that is on record, the agent
 //! removes it from the record, and the server that asked for it registers the VM again.
 
+use std::collections::BTreeMap;
 use std::pin::pin;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tokio::time::timeout;
@@ -299,7 +301,9 @@ impl Owner {
         spec.devices.retain(|device| !matches!(device, Device::Nic(known) if known.nic == nic));
         if let Some(running) = self.running() {
             running.live.nics.retain(|known| known.nic != nic);
-            running.live.nic_ports.remove(&nic);
+            if let Some(port) = running.live.nic_ports.remove(&nic) {
+                running.left_ports.insert(port, Instant::now());
+            }
         }
         self.keep(spec).await
     }
@@ -430,6 +434,8 @@ impl Owner {
         spec.devices.retain(|device| !matches!(device, Device::Disk(known) if known.disk == disk));
         spec.devices.extend(kept.map(Device::Disk));
         if let Some(running) = self.running() {
+            let port = running.live.disk(disk).and_then(|known| known.port);
+            running.left_ports.extend(port.map(|port| (port, Instant::now())));
             running.live.disks.retain(|known| known.disk != disk);
             // What others write to it from now on is not marked.
             bitmap_files::forget_unplugged(&running.directory, disk);
@@ -641,11 +647,15 @@ fn not_released(spec: &VmSpec, what: &str) -> Problem {
     Problem::new(ErrorCode::TimedOut, detail)
 }
 
+/// For how long a port is not taken that a device has left, while there are others. A guest that is slow to let a device go is asked
+/// again; it may then eject twice, and the second time it ejects what has come to the port since (docs/decisions/292).
+const PORT_LEFT: Duration = Duration::from_secs(20);
+
 /// A port that no device of a running VM is plugged into.
 fn free_port(
     spec: &VmSpec,
     running: &Running,
-    mut wanted: impl Iterator<Item = u32>,
+    wanted: impl Iterator<Item = u32>,
 ) -> Result<u32, Problem> {
     let live = &running.live;
     if !live.spare_ports {
@@ -656,7 +666,14 @@ fn free_port(
         live.nic_ports.values().any(|taken| taken == port)
             || live.disks.iter().any(|disk| disk.port == Some(*port))
     };
-    wanted.find(|port| !taken(port)).ok_or_else(|| no_free_port(spec, PORTS))
+    let free = wanted.filter(|port| !taken(port));
+    first_of(free, &running.left_ports).ok_or_else(|| no_free_port(spec, PORTS))
+}
+
+/// The first of these ports; one that a device has just left only if there is no other.
+fn first_of(free: impl Iterator<Item = u32>, left: &BTreeMap<u32, Instant>) -> Option<u32> {
+    let just_left = |port: &u32| left.get(port).is_some_and(|left| left.elapsed() < PORT_LEFT);
+    free.min_by_key(just_left)
 }
 
 /// The port and the queues of another disk.
@@ -676,5 +693,20 @@ fn free_queues(spec: &VmSpec, running: &Running) -> Result<u16, Problem> {
             Err(refusal(ErrorCode::LimitExceeded, spec, what))
         }
         left => Ok(left.min(running.live.disks.iter().map(|disk| disk.queues).max().unwrap_or(1))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_that_was_just_left_is_taken_last() {
+        let long_ago = Instant::now().checked_sub(PORT_LEFT).unwrap();
+        let left = BTreeMap::from([(1, Instant::now()), (2, long_ago)]);
+        assert_eq!(first_of([1, 2, 3].into_iter(), &left), Some(2));
+        assert_eq!(first_of([3, 1].into_iter(), &left), Some(3));
+        assert_eq!(first_of([1].into_iter(), &left), Some(1));
+        assert_eq!(first_of([].into_iter(), &left), None);
     }
 }
