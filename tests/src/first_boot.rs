@@ -73,7 +73,8 @@ fn unpack(initrd: &Path, to: &Path) -> anyhow::Result<()> {
     shell(to, patterns, &[initrd])
 }
 
-fn shell(directory: &Path, script: &str, arguments: &[&Path]) -> anyhow::Result<()> {
+/// Runs a script in this directory, which makes a guest's disk or a part of it.
+pub(crate) fn shell(directory: &Path, script: &str, arguments: &[&Path]) -> anyhow::Result<()> {
     let mut command = Command::new("sh");
     command.arg("-euc").arg(script).arg("sh").args(arguments.iter().map(PathBuf::from));
     let output = command.current_dir(directory).stdin(Stdio::null()).output()?;

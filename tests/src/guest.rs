@@ -25,21 +25,34 @@ pub const COUNT: &str = "VMSEAL-COUNT ";
 
 /// Makes the raw disk of the counting guest (`tests/images/counter.S`), `size` bytes long.
 pub fn counter_disk(path: &Path, size: u64) -> anyhow::Result<()> {
-    let code = assembled("counter.S")?;
+    let code = assembled("counter.S", &BOOT_SECTOR)?;
     ensure!(code.len() == 512, "the boot sector has {} bytes, not 512", code.len());
     std::fs::write(path, code)?;
     std::fs::File::options().write(true).open(path)?.set_len(size)?;
     Ok(())
 }
 
-/// The machine code of a guest (`tests/images`) that its firmware loads to where boot sectors are.
-fn assembled(source: &str) -> anyhow::Result<Vec<u8>> {
+/// What the machine code of a guest is for, as the assembler and the linker are told.
+pub(crate) struct Code {
+    /// The processor's mode.
+    pub bits: &'static str,
+    /// What the linker calls its programs.
+    pub emulation: &'static str,
+    /// Where it is loaded to.
+    pub at: &'static str,
+}
+
+/// Code that a BIOS loads to where boot sectors are.
+const BOOT_SECTOR: Code = Code { bits: "--32", emulation: "elf_i386", at: "0x7c00" };
+
+/// The machine code of a guest (`tests/images`).
+pub(crate) fn assembled(source: &str, code: &Code) -> anyhow::Result<Vec<u8>> {
     let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("images").join(source);
     let built = tempfile::tempdir()?;
     let (object, binary) = (built.path().join("guest.o"), built.path().join("guest.bin"));
-    run(Command::new("as").arg("--32").arg(source).arg("-o").arg(&object))?;
+    run(Command::new("as").arg(code.bits).arg(source).arg("-o").arg(&object))?;
     run(Command::new("ld")
-        .args(["-m", "elf_i386", "-Ttext", "0x7c00", "--oformat", "binary"])
+        .args(["-m", code.emulation, "-Ttext", code.at, "--oformat", "binary"])
         .arg(&object)
         .arg("-o")
         .arg(&binary))?;
@@ -49,12 +62,29 @@ fn assembled(source: &str) -> anyhow::Result<Vec<u8>> {
 /// The size of a medium's sector, in bytes.
 const MEDIUM_SECTOR: usize = 2048;
 
-/// Makes a medium that firmware starts the guest of `tests/images/medium.S` from, with a text that the guest reads. It
-/// has what El Torito asks for, and no files.
+/// The first sector of what firmware starts from a medium.
+const STARTED_SECTOR: u8 = 21;
+
+/// Makes a medium that a BIOS starts the guest of `tests/images/medium.S` from, with a text that the guest reads. It has what El
+/// Torito asks for, and no files.
 pub fn medium(path: &Path, text: &str) -> anyhow::Result<()> {
-    let code = assembled("medium.S")?;
+    let mut code = assembled("medium.S", &BOOT_SECTOR)?;
     ensure!(code.len() <= MEDIUM_SECTOR, "the guest has {} bytes", code.len());
-    let mut medium = vec![0; 32 * MEDIUM_SECTOR];
+    code.resize(MEDIUM_SECTOR, 0);
+    // Of a PC.
+    let mut medium = el_torito(0, &code)?;
+    let line = format!("VMSEAL-READ {text}\r\n");
+    medium[20 * MEDIUM_SECTOR..][..line.len()].copy_from_slice(line.as_bytes());
+    medium.resize(32 * MEDIUM_SECTOR, 0);
+    Ok(std::fs::write(path, medium)?)
+}
+
+/// A medium with what firmware of this platform starts from it, by El Torito and without emulation; that has whole sectors of 512
+/// bytes.
+pub(crate) fn el_torito(platform: u8, started: &[u8]) -> anyhow::Result<Vec<u8>> {
+    let sectors = u16::try_from(started.len() / 512)?;
+    let first = usize::from(STARTED_SECTOR) * MEDIUM_SECTOR;
+    let mut medium = vec![0; first];
     let mut put = |sector: usize, at: usize, bytes: &[u8]| {
         let at = sector * MEDIUM_SECTOR + at;
         medium[at..at + bytes.len()].copy_from_slice(bytes);
@@ -65,15 +95,18 @@ pub fn medium(path: &Path, text: &str) -> anyhow::Result<()> {
     put(18, 0, b"\xffCD001\x01");
     // The entry that makes the catalogue valid: its words add up to nothing.
     let mut valid = [0; 32];
-    valid[0] = 1;
+    valid[..2].copy_from_slice(&[1, platform]);
     valid[30..].copy_from_slice(&[0x55, 0xaa]);
-    valid[28..30].copy_from_slice(&0u16.wrapping_sub(1).wrapping_sub(0xaa55).to_le_bytes());
+    let sum = u16::from_le_bytes([1, platform]).wrapping_add(0xaa55);
+    valid[28..30].copy_from_slice(&0u16.wrapping_sub(sum).to_le_bytes());
     put(19, 0, &valid);
-    // Of a PC, without emulation: four sectors of 512 bytes, from sector 21.
-    put(19, 32, &[0x88, 0, 0, 0, 0, 0, 4, 0, 21]);
-    put(20, 0, format!("VMSEAL-READ {text}\r\n").as_bytes());
-    put(21, 0, &code);
-    Ok(std::fs::write(path, medium)?)
+    // Bootable, without emulation: so many sectors of 512 bytes, from there.
+    let [low, high] = sectors.to_le_bytes();
+    put(19, 32, &[0x88, 0, 0, 0, 0, 0, low, high, STARTED_SECTOR]);
+    medium.extend_from_slice(started);
+    // EDK II takes the number for one of the medium's sectors: these are there, too.
+    medium.resize(first + usize::from(sectors) * MEDIUM_SECTOR, 0);
+    Ok(medium)
 }
 
 fn run(command: &mut Command) -> anyhow::Result<()> {

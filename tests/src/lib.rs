@@ -8,10 +8,12 @@
 //! | [`figures`] | what the filter of a VM counts |
 //! | [`guest`] | disks that guests boot from, and their consoles |
 //! | [`firmware_shell`] | the shell of UEFI firmware, and its variables |
+//! | [`uefi_guest`] | a guest that UEFI firmware starts, and that says from what |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`as_user`] | commands as a user gives them who is not root |
 //! | [`ceph`] | a cluster of Ceph's own programs |
 //! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
+//! | [`huge_pages`] | the huge pages of this machine |
 //! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
 //! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
@@ -45,6 +47,7 @@ pub mod first_boot;
 pub mod guest;
 pub mod header;
 pub mod held_steps;
+pub mod huge_pages;
 pub mod installation;
 pub mod kills;
 pub mod network;
@@ -58,6 +61,7 @@ pub mod terminal;
 pub mod test_guest;
 pub mod tpm_guest;
 pub mod two_hosts;
+pub mod uefi_guest;
 pub mod viewer;
 pub mod wire;
 

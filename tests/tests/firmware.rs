@@ -10,6 +10,7 @@ use std::path::Path;
 use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
+use vmseal_tests::huge_pages;
 use vmseal_tests::installation::{self, Installation, text};
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
@@ -26,20 +27,11 @@ fn create(here: &Installation, vm: &str, policy: &str, more: &[&str]) {
     here.vmseal(&[&create[..], &EMPTY, more].concat()).unwrap();
 }
 
-/// What the kernel says of its huge pages of 2 MiB.
-const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-
-/// Those of a VM of 32 MiB.
+/// The huge pages of a VM of 32 MiB.
 const HUGE_PAGES_OF_VM: u64 = 16;
 
-/// One of the kernel's counts of huge pages.
-fn huge_pages(count: &str) -> u64 {
-    let text = std::fs::read_to_string(format!("{HUGE_PAGES}/{count}")).unwrap_or_default();
-    text.trim().parse().unwrap_or(0)
-}
-
 fn set_aside(pages: u64) -> std::io::Result<()> {
-    std::fs::write(format!("{HUGE_PAGES}/nr_hugepages"), pages.to_string())
+    std::fs::write(format!("{}/nr_hugepages", huge_pages::DIRECTORY), pages.to_string())
 }
 
 /// Huge pages for one VM, beside those that this machine had, until it is dropped.
@@ -50,10 +42,10 @@ struct SetAside {
 impl SetAside {
     /// None where this machine does not let it.
     fn new() -> Option<Self> {
-        let this = Self { before: huge_pages("nr_hugepages") };
+        let this = Self { before: huge_pages::count("nr_hugepages") };
         let wanted = this.before + HUGE_PAGES_OF_VM;
         set_aside(wanted).ok()?;
-        (huge_pages("nr_hugepages") == wanted).then_some(this)
+        (huge_pages::count("nr_hugepages") == wanted).then_some(this)
     }
 }
 
@@ -66,6 +58,7 @@ impl Drop for SetAside {
 /// The memory of a guest is in huge pages, all of it from the start on, and is given back when it ends. A guest for which there are
 /// none left does not start.
 fn runs_on_huge_pages(here: &Installation) {
+    let _turn = huge_pages::turn();
     let Some(pages) = SetAside::new() else {
         vmseal_tests::skipped("no guest runs on huge pages: this machine sets none aside");
         return;
@@ -76,13 +69,11 @@ fn runs_on_huge_pages(here: &Installation) {
         let create = installation::create(vm, "encrypted", &disk);
         here.vmseal(&[&create[..], &["--memory-backing", "hugepages"]].concat()).unwrap();
     }
-    let free = huge_pages("free_hugepages");
+    let free = huge_pages::count("free_hugepages");
     assert_eq!(here.boot_counter("first").unwrap(), 1);
-    assert_eq!(huge_pages("free_hugepages"), free - HUGE_PAGES_OF_VM);
+    assert_eq!(huge_pages::count("free_hugepages"), free - HUGE_PAGES_OF_VM);
     let qemu = here.processes_of("first", "qemu-system-x86_64").unwrap()[0];
-    let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).unwrap();
-    let mapped = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:"));
-    assert_eq!(mapped.unwrap().trim(), "32768 kB");
+    assert_eq!(huge_pages::mapped(qemu).unwrap(), "32768 kB");
     // Another filter reads and writes that memory, too.
     kill_hard(here.processes_of("first", "vmseal-filter").unwrap()[0]);
     here.wait_alarm("first", "filter-restarted").unwrap();
@@ -97,8 +88,10 @@ fn runs_on_huge_pages(here: &Installation) {
         }
     }
     here.vmseal(&["vm", "stop", "first", "--force"]).unwrap();
-    eventually("the huge pages are free", || (huge_pages("free_hugepages") == free).then_some(()))
-        .unwrap();
+    eventually("the huge pages are free", || {
+        (huge_pages::count("free_hugepages") == free).then_some(())
+    })
+    .unwrap();
 }
 
 /// Whether the image of a VM's variables holds the name of the test's in the clear.

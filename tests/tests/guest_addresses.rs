@@ -21,28 +21,8 @@ const ADDRESS: &str = "10.77.0.10";
 /// Another one that it says it has.
 const OF_IPV6: &str = "fd00:77::10";
 
-/// Starts an agent in the guest, which says what is in `/answer`, and nothing at all before that is there; and what a client
-/// takes for an SSH server.
-const AGENT: &str = r#"insmod /virtio_console.ko
-until [ -e /dev/vport* ]; do sleep 0.2; done
-cat >/agent <<'END'
-exec 3<>$(echo /dev/vport*)
-while true; do
-    while read -r line <&3; do
-        [ -e /answer ] || { echo "ASKED-$((6 * 7))"; continue; }
-        case $line in
-            *guest-sync*) id=${line#*\"id\":}; printf '\377{"return": %s}\n' "${id%%\}*}" >&3 ;;
-            *guest-network*) cat /answer >&3 ;;
-            *) echo '{"return": {}}' >&3 ;;
-        esac
-    done
-    sleep 0.1
-done
-END
-sh /agent &
-nc -ll -p 22 -e echo SSH-2.0-guest &
-echo LISTENS-$((6 * 7))
-"#;
+/// Starts what a client takes for an SSH server.
+const SSH: &str = "nc -ll -p 22 -e echo SSH-2.0-guest &\necho LISTENS-$((6 * 7))\n";
 
 /// What the agent says, with much that is no address of the VM's card.
 fn answer() -> Value {
@@ -89,7 +69,8 @@ fn a_guest_on_a_bridge_is_reached_at_the_address_that_its_agent_says() {
     here.wait_power(VM, "running").unwrap();
     let mut console = here.console(VM).unwrap();
     console.expect("VMSEAL-NET eth0", 0).unwrap();
-    console.type_text(AGENT).unwrap();
+    console.type_text(shell_guest::AGENT).unwrap();
+    console.type_text(SSH).unwrap();
     console.expect("LISTENS-42", 0).unwrap();
 
     // It is asked, and answers nothing: the VM is changed meanwhile.
