@@ -207,7 +207,7 @@ fn next(
 }
 
 /// The endings of what works on a disk, or has half made it: files and directories that are beside a disk for as long as its task.
-const HALF_MADE: [&str; 17] = [
+const HALF_MADE: [&str; 18] = [
     "creating",
     "importing",
     "copy",
@@ -225,6 +225,7 @@ const HALF_MADE: [&str; 17] = [
     "in-place-journal",
     "restoring",
     "arriving",
+    "former-replica",
 ];
 
 /// How the endings of others begin, which have a task, a snapshot or a core dump behind that.

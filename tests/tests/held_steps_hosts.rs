@@ -1,8 +1,9 @@
 //! What dies exactly before a step, or after it and before that is recorded, of what gives a VM to another host: of one that is off, or
 //! suspended, and whose datastore both have; of one that runs, there as well, and with copies of its disk. The VM is at one host, and
-//! has lost nothing.
+//! has lost nothing. The same of clones for another host, on a datastore that both have, and sent: the clone is at that host alone and
+//! whole, or nothing of it is left at either; and the VM is as it was.
 //!
-//! A run tries one moment of one of them, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
+//! A run tries one moment of one of each, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -10,7 +11,9 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use vmseal_tests::eventually;
-use vmseal_tests::held_steps::{begun, disturb_one_or_all, dying_at, seeded, without_holding};
+use vmseal_tests::held_steps::{
+    begun, disturb_one_or_all, dying_at, half_made, seeded, without_holding,
+};
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::two_hosts::{
     self, FILTER, HERE, QEMU, THERE, add_host_with_datastore, only_host, other, own_datastore,
@@ -25,6 +28,10 @@ const SHARED: &str = "shared";
 /// Fewer than any of these has: before and after each of three steps.
 const MOMENTS: usize = 6;
 
+/// The clone, and the datastores that files of it may be on.
+const CLONE: &str = "copy";
+const DATASTORES: [&str; 3] = [SHARED, "local", "far"];
+
 /// What an operator does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Change {
@@ -37,6 +44,47 @@ enum Change {
 
 impl Change {
     const ALL: [Self; 4] = [Self::Off, Self::Suspended, Self::Running, Self::RunningWithDisk];
+}
+
+/// What is cloned for the other host.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Cloned {
+    /// A VM that is off: its datastore is that of the clone.
+    HandedOver,
+    /// The same, and the clone's disk is sent to a datastore that the other host has alone.
+    Sent,
+    /// A VM that runs: a snapshot is taken, and dropped.
+    RunningHandedOver,
+    RunningSent,
+}
+
+impl Cloned {
+    const ALL: [Self; 4] =
+        [Self::HandedOver, Self::Sent, Self::RunningHandedOver, Self::RunningSent];
+
+    fn runs(self) -> bool {
+        matches!(self, Self::RunningHandedOver | Self::RunningSent)
+    }
+
+    fn is_sent(self) -> bool {
+        matches!(self, Self::Sent | Self::RunningSent)
+    }
+
+    /// Where the clone is in the end.
+    fn datastore(self) -> &'static str {
+        if self.is_sent() { own_datastore(THERE) } else { SHARED }
+    }
+
+    /// Before and after each of its steps.
+    fn moments(self) -> usize {
+        let steps = match self {
+            Self::HandedOver => 9,
+            Self::Sent => 10,
+            Self::RunningHandedOver => 11,
+            Self::RunningSent => 12,
+        };
+        2 * steps
+    }
 }
 
 /// What dies. No guest ends with it.
@@ -225,6 +273,84 @@ impl Hosts {
         self.boots();
         self.does(&["vm", "stop", VM, "--force"]);
     }
+
+    /// Clones the VM for the other host, and something dies at this moment of it; whether it has so many.
+    fn disturbed_clone(&mut self, cloned: Cloned, (dies, moment): (Dies, usize)) -> bool {
+        if cloned.runs() {
+            self.boots();
+        }
+        let mut command = vec!["vm", "clone", VM, CLONE, "--host", THERE];
+        if cloned.is_sent() {
+            command.extend(["--datastore", cloned.datastore()]);
+        }
+        eprintln!("{cloned:?}: {dies:?} dies");
+        let task = begun(&self.here, &command);
+        let id = self.id_of_clone();
+        let die = |here: &mut Installation, file: &Path| dies.kill(here, HERE, file);
+        let (at, output) = dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
+        if !output.status.success() {
+            eprintln!("undone: {}", String::from_utf8_lossy(&output.stderr));
+            self.here.refused(&["vm", "show", CLONE]).unwrap();
+            self.has_nothing_on(&DATASTORES, &id);
+            self.does(&command);
+        }
+        self.check_origin(cloned);
+        self.check_clone(cloned);
+        at.is_some()
+    }
+
+    fn id_of_clone(&self) -> String {
+        self.here.vm(CLONE).unwrap()["id"].as_str().unwrap().to_owned()
+    }
+
+    /// No file of a VM, by its id, is left on these datastores.
+    fn has_nothing_on(&self, datastores: &[&str], id: &str) {
+        for datastore in datastores {
+            let is_of_it = |file: &PathBuf| file.to_string_lossy().contains(id);
+            let gone = || self.files(datastore).filter(|files| !files.iter().any(is_of_it));
+            eventually(&format!("nothing of the clone is left on {datastore}"), gone).unwrap();
+        }
+    }
+
+    /// The VM that is cloned is where it was, has lost nothing, and no snapshot of it is left; then it is off.
+    fn check_origin(&mut self, cloned: Cloned) {
+        assert_eq!(self.host(), HERE);
+        if cloned.runs() {
+            self.counts_on();
+            self.does(&["vm", "stop", VM, "--force"]);
+        }
+        let snapshots = self.here.json(&["snapshot", "list", VM]).unwrap();
+        assert_eq!(snapshots, serde_json::json!([]));
+        let files = self.settled_files(SHARED);
+        let is_layer = |file: &&PathBuf| file.to_string_lossy().contains(".layer");
+        let layers: Vec<_> = files.iter().filter(is_layer).collect();
+        assert!(layers.is_empty(), "layers of the snapshot are left: {layers:?}");
+    }
+
+    /// The other host alone has the clone, whole, and its guest counts on from what was cloned; then it is deleted.
+    fn check_clone(&mut self, cloned: Cloned) {
+        let shown = self.here.wait_power(CLONE, "off").unwrap();
+        assert_eq!((&shown["host"], &shown["lifecycle"]), (&THERE.into(), &"ready".into()));
+        assert_eq!(shown["disks"][0]["datastore"], cloned.datastore(), "{shown}");
+        let id = self.id_of_clone();
+        let others: Vec<_> =
+            DATASTORES.into_iter().filter(|datastore| *datastore != cloned.datastore()).collect();
+        self.has_nothing_on(&others, &id);
+        let is_half_made = |file: &PathBuf| half_made(file);
+        let tidy = || self.files(cloned.datastore()).filter(|it| !it.iter().any(is_half_made));
+        eventually("nothing is left of what made the clone", tidy).unwrap();
+        let counted = without_holding(&self.held, || self.here.boot_counter(CLONE).unwrap());
+        // The guest of a VM that ran has counted once more since.
+        let cloned_at = self.number - u32::from(cloned.runs());
+        assert_eq!(counted, cloned_at + 1, "the clone does not hold what the VM held");
+        assert_eq!(only_host(&self.here, CLONE).unwrap(), THERE);
+        self.does(&["vm", "stop", CLONE, "--force"]);
+        self.does(&["vm", "delete", CLONE]);
+        self.has_nothing_on(&DATASTORES, &id);
+        // What the VM itself holds is what it held.
+        self.boots();
+        self.does(&["vm", "stop", VM, "--force"]);
+    }
 }
 
 #[test]
@@ -237,5 +363,18 @@ fn whatever_dies_at_a_step_the_vm_is_at_the_other_host_alone_and_its_guest_goes_
         |_| MOMENTS,
         |_| -> &'static [Dies] { &Dies::ALL },
         |change, at| hosts.disturbed(change, at),
+    );
+}
+
+#[test]
+fn whatever_dies_at_a_step_a_clone_is_at_the_other_host_alone_or_nothing_of_it_is_left() {
+    let mut random = seeded();
+    let mut hosts = Hosts::new();
+    disturb_one_or_all(
+        &mut random,
+        &Cloned::ALL,
+        Cloned::moments,
+        |_| -> &'static [Dies] { &Dies::ALL },
+        |cloned, at| hosts.disturbed_clone(cloned, at),
     );
 }

@@ -35,6 +35,7 @@ mod held_steps_at_rest;
 mod held_steps_devices;
 mod held_steps_hosts;
 mod held_steps_lost;
+mod held_steps_replicas;
 mod in_place;
 mod init;
 mod kills;

@@ -6,6 +6,7 @@ mod place;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use vmseal_api::cloud_init::Documents;
 use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS};
 use vmseal_api::host::{Allocation, DiskRole, NicSpec, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
@@ -64,105 +65,192 @@ pub async fn clone(
     }
     let pace = super::tasks::work_pace(services, &origin, request.rate)?;
     let runs = request.snapshot.is_none() && runs_now(services, &origin).await?;
-    let mut write = services.store.write().await?;
-    let known = disks::of_vm(&mut write, origin.id).await?;
-    let snapshot = match runs {
-        true => Some(kept_for_it(services, &mut write, &origin, &known).await?),
-        false => chosen(&mut write, &origin, request.snapshot.as_deref()).await?,
-    };
-    let temporary = runs.then_some(Temporary { quiesce: request.quiesce });
-    let policy = policies::find(&mut write, &origin.policy.to_string()).await?;
-    let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
-    require_key_for_tpm(&origin, &policy)?;
-    let provider = provider_of(services, &mut write, &policy).await?;
-    if destination.is_none() {
-        room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
-    }
-    let told = if documents.is_some() { Told::Anew } else { Told::TheSame };
-    let (mut made, mut copies) = copied(&origin, &known, snapshot.as_ref(), told)?;
-    // What is made beside its first disk is there as well.
-    let place = match &destination {
-        None => place::named(&mut write, &request).await?,
-        Some(Destination { way: Way::Shared(found), .. }) => Some(found.clone()),
-        Some(_) => None,
-    };
-    if let Some(found) = &place {
-        place::put(&mut write, &origin, &policy, (found, request.linked), &mut made).await?;
-    }
-    copies.temporary = temporary;
-    if made.iter().any(is_for_cloud_init) {
-        let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
-        features::require(services, &origin, CLOUD_INIT_COPIES, cannot)?;
-    }
-    let link = match (&snapshot, request.linked) {
-        (Some(snapshot), true) => Some(linked(&origin, snapshot, &made, &mut copies)?),
-        _ => None,
-    };
-    if documents.is_some() {
-        made.extend(cloud_init::disk(&made, policy.encryption));
-    }
-    let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
-    made.extend(hardware::tpm(&origin.hardware, &made));
-    image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
-    if let Some(destination) = &destination {
-        destination.require(services, &mut write, &policy, &made).await?;
-        stalls::require(&services.hosts, (destination.host.id, &destination.host.name), &policy)?;
-        copies.elsewhere = Some(destination.of(&origin));
-    }
-    stalls::require(&services.hosts, (origin.host, &origin.host_name), &policy)?;
-    let cards = nics::of_vm(&mut write, origin.id).await?;
-    let cards = super::nics::place_alike(&mut write, cards).await?;
-    let vm = vms::Vm {
+    let wanted = Wanted {
+        services,
+        caller,
+        origin: &origin,
+        request: &request,
         id,
-        name,
-        provider: provider.map(|provider| provider.id),
-        key: None,
-        autostart: false,
-        template: false,
-        lifecycle: Lifecycle::Creating,
-        seen_power: None,
-        seen_stopped: None,
-        ..origin.clone()
+        destination: destination.as_ref(),
+        documents: documents.as_ref().zip(key_box.as_deref()),
+        runs,
     };
-    vms::insert(&mut write, &vm).await?;
-    for (position, disk) in made.iter().enumerate() {
-        disks::insert(&mut write, vm.id, position, disk).await?;
-    }
-    if let Some(link) = &link {
-        for disk in &copies.linked {
-            links::insert(&mut write, *disk, link, copies.disks.get(disk).copied()).await?;
+    // A clone for another host takes room at both. They are asked before the task as a dry run asks them: what the second one lacks would be
+    // found only when all was made at the first.
+    if dry_run || destination.is_some() {
+        let planned = wanted.planned().await?;
+        if dry_run {
+            return Ok(Outcome::Planned(planned));
         }
     }
-    for (position, nic) in cards.iter().enumerate() {
-        nics::insert(&mut write, vm.id, position, nic).await?;
+    let mut write = services.store.write().await?;
+    let Reserved { vm, operation, .. } = wanted.reserve(&mut write).await?;
+    begin_paced(services, write, operation, &vm, caller, (pace, false)).await
+}
+
+/// A clone that is requested, with what is asked before there is a transaction.
+struct Wanted<'a> {
+    services: &'a Services,
+    caller: &'a Caller,
+    origin: &'a vms::Vm,
+    request: &'a CloneVm,
+    /// The id of the clone.
+    id: VmId,
+    /// The other host that it is for.
+    destination: Option<&'a Destination>,
+    /// What cloud-init in it is told anew, and the key box of the host that makes it.
+    documents: Option<(&'a Documents, &'a str)>,
+    /// Whether the VM runs, and a snapshot of it is taken.
+    runs: bool,
+}
+
+/// A clone whose rows are in a transaction.
+struct Reserved {
+    vm: vms::Vm,
+    policy: policies::Policy,
+    made: Vec<Disk>,
+    cards: Vec<NicSpec>,
+    link: Option<Link>,
+    for_cloud_init: Option<DiskId>,
+    operation: Operation,
+}
+
+impl Wanted<'_> {
+    fn told(&self) -> Told {
+        if self.documents.is_some() { Told::Anew } else { Told::TheSame }
     }
-    let sealed = match (documents, for_cloud_init, key_box) {
-        (Some(documents), Some(disk), Some(key_box)) => {
-            Some(cloud_init::seal(key_box, &vm, disk, &documents)?)
+
+    /// Checks the clone against the inventory, and reserves its names and rows.
+    async fn reserve(&self, write: &mut Write<'_>) -> Result<Reserved, Problem> {
+        let Self { services, origin, request, .. } = *self;
+        let known = disks::of_vm(write, origin.id).await?;
+        let snapshot = match self.runs {
+            true => Some(kept_for_it(services, write, origin, &known).await?),
+            false => chosen(write, origin, request.snapshot.as_deref()).await?,
+        };
+        let policy = policies::find(write, &origin.policy.to_string()).await?;
+        let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
+        require_key_for_tpm(origin, &policy)?;
+        let provider = provider_of(services, write, &policy).await?;
+        if self.destination.is_none() {
+            room::check_memory(services, origin.host, &origin.host_name, origin.memory)?;
         }
-        _ => None,
-    };
-    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: Some(copies) };
-    if dry_run {
-        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        let (mut made, mut copies) = copied(origin, &known, snapshot.as_ref(), self.told())?;
+        self.place(write, &policy, &mut made).await?;
+        copies.temporary = self.runs.then_some(Temporary { quiesce: request.quiesce });
+        if made.iter().any(is_for_cloud_init) {
+            let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
+            features::require(services, origin, CLOUD_INIT_COPIES, cannot)?;
+        }
+        let link = match (&snapshot, request.linked) {
+            (Some(snapshot), true) => Some(linked(origin, snapshot, &made, &mut copies)?),
+            _ => None,
+        };
+        if self.documents.is_some() {
+            made.extend(cloud_init::disk(&made, policy.encryption));
+        }
+        let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
+        made.extend(hardware::tpm(&origin.hardware, &made));
+        image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
+        if let Some(destination) = self.destination {
+            destination.require(services, write, &policy, &made).await?;
+            let there = (destination.host.id, &*destination.host.name);
+            stalls::require(&services.hosts, there, &policy)?;
+            copies.elsewhere = Some(destination.of(origin));
+        }
+        stalls::require(&services.hosts, (origin.host, &origin.host_name), &policy)?;
+        let cards = nics::of_vm(write, origin.id).await?;
+        let cards = super::nics::place_alike(write, cards).await?;
+        let vm = vms::Vm {
+            id: self.id,
+            name: request.name.clone(),
+            provider: provider.map(|provider| provider.id),
+            key: None,
+            autostart: false,
+            template: false,
+            lifecycle: Lifecycle::Creating,
+            seen_power: None,
+            seen_stopped: None,
+            ..origin.clone()
+        };
+        insert(write, &vm, (&made[..], &cards[..]), link.as_ref().map(|link| (link, &copies)))
+            .await?;
+        let cloud_init = match (self.documents, for_cloud_init) {
+            (Some((documents, key_box)), Some(disk)) => {
+                Some(cloud_init::seal(key_box.to_owned(), &vm, disk, documents)?)
+            }
+            _ => None,
+        };
+        let operation = Operation::CreateVm { vm: vm.id, cloud_init, copies: Some(copies) };
+        Ok(Reserved { vm, policy, made, cards, link, for_cloud_init, operation })
+    }
+
+    /// Has the disks be where they are made. What is made beside its first disk is there as well.
+    async fn place(
+        &self,
+        write: &mut Write<'_>,
+        policy: &policies::Policy,
+        made: &mut [Disk],
+    ) -> Result<(), Problem> {
+        let place = match self.destination {
+            None => place::named(write, self.request).await?,
+            Some(Destination { way: Way::Shared(found), .. }) => Some(found.clone()),
+            Some(_) => None,
+        };
+        match &place {
+            Some(found) => {
+                place::put(write, self.origin, policy, (found, self.request.linked), made).await
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// What would be done. The hosts are asked whether they have the room and whatever else it takes, and nothing is changed.
+    async fn planned(&self) -> Result<Plan, Problem> {
+        let Self { services, origin, request, .. } = *self;
+        let mut write = services.store.write().await?;
+        let reserved = self.reserve(&mut write).await?;
+        let Reserved { vm, policy, made, cards, link, for_cloud_init, operation } = reserved;
+        let task = Engine::record(&mut write, operation, &vm.name, self.caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
         let mut planned = plan(&task, &vm);
         let of = (&made[..], &cards[..]);
-        match &destination {
+        match self.destination {
             Some(there) => there.explain(services, (&vm, &policy), of, &mut planned).await?,
-            None => explain(services, (&vm, &policy), &request, of, &mut planned).await?,
+            None => explain(services, (&vm, &policy), request, of, &mut planned).await?,
         }
         if let Some(link) = &link {
             planned.warnings.push(shares(&made, link));
         }
-        if runs {
-            planned.warnings.push(takes_snapshot(&origin, request.quiesce));
+        if self.runs {
+            planned.warnings.push(takes_snapshot(origin, request.quiesce));
         }
-        planned.warnings.extend(of_guest(&origin, for_cloud_init, told));
-        return Ok(Outcome::Planned(planned));
+        planned.warnings.extend(of_guest(origin, for_cloud_init, self.told()));
+        Ok(planned)
     }
-    begin_paced(services, write, operation, &vm, caller, (pace, dry_run)).await
+}
+
+/// Inserts the rows of a clone, and what it stands on if it is linked.
+async fn insert(
+    write: &mut Write<'_>,
+    vm: &vms::Vm,
+    (made, cards): (&[Disk], &[NicSpec]),
+    link: Option<(&Link, &Copies)>,
+) -> Result<(), Problem> {
+    vms::insert(write, vm).await?;
+    for (position, disk) in made.iter().enumerate() {
+        disks::insert(write, vm.id, position, disk).await?;
+    }
+    if let Some((link, copies)) = link {
+        for disk in &copies.linked {
+            links::insert(write, *disk, link, copies.disks.get(disk).copied()).await?;
+        }
+    }
+    for (position, nic) in cards.iter().enumerate() {
+        nics::insert(write, vm.id, position, nic).await?;
+    }
+    Ok(())
 }
 
 /// Says in a plan what is made on the host of the other VM, and asks that host whether there is room.

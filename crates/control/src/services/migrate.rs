@@ -27,7 +27,7 @@ mod remote;
 
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
-pub(super) use self::key::require_key_or_wait;
+pub(super) use self::key::{fault_of_start, require_key_or_wait};
 pub(super) use self::medium::require_medium_kept;
 use super::caller::{Caller, Privilege};
 use super::vms::{begin_paced, check_key, find, power, require_ready, word};

@@ -242,15 +242,20 @@ pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
     ))
 }
 
-/// The problem of a failure after the commit step.
-pub(super) fn unfinished(copies: &Copies, target: &str, cause: &Problem) -> Problem {
+/// The problem of a failure of a step after the commit step.
+pub(super) fn unfinished(
+    copies: &Copies,
+    step: &dyn Step,
+    target: &str,
+    cause: &Problem,
+) -> Problem {
     let of = copies.vm;
-    if copies.elsewhere.is_some_and(|elsewhere| elsewhere.sent.is_some()) {
-        let detail = elsewhere::unfinished(copies, target, cause);
-        return Problem { reason: cause.reason, ..Problem::new(cause.code, detail) };
-    }
-    let detail = format!(
-        "VM '{target}' is complete, but the temporary snapshot of VM {of}, which it was copied from, could not be merged: {cause}. Mend that, then delete the snapshot (vmseal snapshot list {of}; vmseal snapshot delete)"
-    );
+    let detail = if step.name() == ElsewhereStep::RemoveSent.name() {
+        elsewhere::unfinished(copies, target, cause)
+    } else {
+        format!(
+            "VM '{target}' is complete, but the temporary snapshot of VM {of}, which it was copied from, could not be merged: {cause}. Mend that, then delete the snapshot (vmseal snapshot list {of}; vmseal snapshot delete)"
+        )
+    };
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }

@@ -135,8 +135,8 @@ impl Runner<'_> {
                 }
             }
             Err(StepFailure { problem, .. }) if committed => {
-                self.task.problem =
-                    Some(steps::unfinished(&self.task.operation, &self.task.target, &problem));
+                let (operation, target) = (&self.task.operation, &self.task.target);
+                self.task.problem = Some(steps::unfinished(operation, step, target, &problem));
                 self.environment.end(&mut self.task, self.vm_id, TaskState::Unknown).await;
             }
             Err(StepFailure { problem, unsent }) => {

@@ -75,7 +75,12 @@ pub(crate) fn of(operation: &Operation) -> &'static [&'static dyn Step] {
 }
 
 /// The problem, with the remedy, of a failure after the commit step because of `cause`.
-pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
+pub(super) fn unfinished(
+    operation: &Operation,
+    step: &dyn Step,
+    target: &str,
+    cause: &Problem,
+) -> Problem {
     match operation {
         Operation::RecryptVm { .. } => recrypt_vm::unfinished(target, cause),
         converts if converts.is_in_place() => in_place::unfinished(converts, target, cause),
@@ -85,7 +90,7 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         }
         Operation::GrowDisk { .. } => grow_disk::unfinished(target, cause),
         Operation::CreateVm { copies: Some(copies), .. } => {
-            clone_vm::unfinished(copies, target, cause)
+            clone_vm::unfinished(copies, step, target, cause)
         }
         Operation::MigrateVm { .. } => migrate_vm::unfinished(target, cause),
         Operation::MigrateAway { .. } => migrate_vm::away::unfinished(target, cause),

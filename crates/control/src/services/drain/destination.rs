@@ -59,6 +59,21 @@ pub(super) async fn of(
     Ok(fit)
 }
 
+/// Why a VM that cannot be moved, for this reason, is not shut down either; none where it may be. One whose key is not given now could not
+/// be started again.
+pub(super) async fn why_not_stopped(services: &Services, vm: &Vm, why: &str) -> Option<String> {
+    let fault = migrate::fault_of_start(services, vm).await?;
+    Some(format!(
+        "{why}; it is not shut down, as it could not be started again: its provider does not give its key now: {}",
+        fault.detail
+    ))
+}
+
+/// Whether a task has failed because the key of its VM could not be had, or is not the one that opens its disks.
+pub(super) fn is_for_key(problem: &Problem) -> bool {
+    problem.reason.is_some() || matches!(problem.code, ErrorCode::Locked | ErrorCode::KeyMismatch)
+}
+
 /// The order in which VMs are moved: the largest first, as what is left of hosts for small ones is no use to large ones.
 pub(super) fn largest_first(vms: &mut [Vm]) {
     vms.sort_by(|one, other| other.memory.cmp(&one.memory).then_with(|| one.name.cmp(&other.name)));

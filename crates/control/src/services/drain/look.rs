@@ -244,7 +244,7 @@ impl<'a> Look<'a> {
             Some(Power::Off) => done("it is off"),
             Some(Power::Suspended) => done("it is suspended"),
             Some(now @ (Power::Running | Power::Paused)) => match self.is_to_be_stopped(vm) {
-                true => self.next_of_stopped(vm, now),
+                true => self.next_of_stopped(vm, now).await,
                 false => self.next_of_sent(vm, refused).await,
             },
             Some(other) => waits(format!("it is {}", word(other))),
@@ -258,14 +258,14 @@ impl<'a> Look<'a> {
             || self.drain.stop_others && self.last.get(&vm.id).is_some_and(begun)
     }
 
-    fn next_of_stopped(&self, vm: &Vm, now: Power) -> Next {
+    async fn next_of_stopped(&self, vm: &Vm, now: Power) -> Next {
         if now == Power::Paused {
             let why = "it is paused, so its guest cannot shut down";
             return Next::Is(DrainState::Stays, why.to_owned());
         }
         match self.again(vm) {
             Again::Now if vm.on_drain == OnDrain::Stop => Next::Stop("on-drain stop".to_owned()),
-            Again::Now => Next::Stop("it cannot be moved".to_owned()),
+            Again::Now => self.stop(vm, "it cannot be moved".to_owned()).await,
             Again::Later(why) => Next::Is(DrainState::Waiting, why),
             Again::Never(why) => Next::Is(DrainState::Stays, why),
         }
@@ -276,7 +276,8 @@ impl<'a> Look<'a> {
             Again::Now => {}
             Again::Later(why) => return Next::Is(DrainState::Waiting, why),
             Again::Never(why) => {
-                return self.cannot(vm, Refused { why, until: Until::Changed }, refused);
+                let until = if self.lacked_key(vm) { Until::Key } else { Until::Changed };
+                return self.cannot(vm, Refused { why, until }, refused).await;
             }
         }
         if self.sending >= usize::try_from(self.drain.parallel).unwrap_or(usize::MAX) {
@@ -292,12 +293,31 @@ impl<'a> Look<'a> {
                 refused.remove(&vm.id);
                 Next::Send(Box::new(to))
             }
-            Err(why) => self.cannot(vm, why, refused),
+            Err(why) => self.cannot(vm, why, refused).await,
+        }
+    }
+
+    /// Whether the last task of a VM failed for want of its key, although that was given when the task was begun.
+    fn lacked_key(&self, vm: &Vm) -> bool {
+        let problem = self.last.get(&vm.id).and_then(|last| last.problem.as_ref());
+        problem.is_some_and(destination::is_for_key)
+    }
+
+    /// Has a VM shut down that cannot be moved, for this reason, unless it could not be started again.
+    async fn stop(&self, vm: &Vm, why: String) -> Next {
+        match destination::why_not_stopped(self.services, vm, &why).await {
+            Some(why) => Next::Is(DrainState::Stays, why),
+            None => Next::Stop(why),
         }
     }
 
     /// What is next for a VM that cannot be moved.
-    fn cannot(&self, vm: &Vm, refusal: Refused, refused: &mut HashMap<VmId, Instant>) -> Next {
+    async fn cannot(
+        &self,
+        vm: &Vm,
+        refusal: Refused,
+        refused: &mut HashMap<VmId, Instant>,
+    ) -> Next {
         let cancelled = self.last.get(&vm.id).is_some_and(|last| last.cancelled);
         if refusal.until == Until::Key {
             // Where no host can take it afterwards, it has not been so for long.
@@ -311,7 +331,7 @@ impl<'a> Look<'a> {
         // One that fails leaves room behind for this one.
         let for_long = self.sending == 0 && since.elapsed() >= self.pace.before_stop;
         if refusal.until == Until::Changed || for_long {
-            return Next::Stop(refusal.why);
+            return self.stop(vm, refusal.why).await;
         }
         let why = format!("{}; it is shut down if that stays so", refusal.why);
         Next::Is(DrainState::Waiting, why)

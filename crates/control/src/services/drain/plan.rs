@@ -43,7 +43,10 @@ pub(super) async fn of(
                         line(Migrate, Some(to.host.name), "on-drain migrate")
                     }
                     Err(refused) if drain.stop_others && refused.until != Until::Key => {
-                        line(Stop, None, &refused.why)
+                        match destination::why_not_stopped(services, &vm, &refused.why).await {
+                            Some(why) => line(Stay, None, &why),
+                            None => line(Stop, None, &refused.why),
+                        }
                     }
                     Err(refused) => line(Stay, None, &refused.why),
                 }

@@ -341,6 +341,62 @@ async fn a_vm_whose_key_no_provider_gives_stays_until_one_does() {
     }
 }
 
+/// Neither can it move: what keeps it here would have it shut down, if it could be started again.
+#[tokio::test]
+async fn a_vm_that_cannot_move_is_not_shut_down_while_its_key_is_not_given() {
+    let request = || DrainHost { stop_others: true, ..DrainHost::default() };
+    let mut bench = Bench::new().await;
+    let vm = bench.running("web", insert_medium).await;
+    bench.restart_sealed().await;
+    let is_named = |why: &str| {
+        assert!(why.contains("in its CD-ROM drive"), "{why}");
+        assert!(why.contains("it is not shut down"), "{why}");
+        assert!(why.contains("does not give its key now"), "{why}");
+    };
+    let asked = drain(&bench.services, &bench.caller, "here", request(), true).await;
+    let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
+    let line = &plan.vms[0];
+    assert_eq!(line.action, PlannedAction::Stay, "{line:?}");
+    is_named(&line.why);
+
+    bench.drain(request()).await;
+    let host = bench.stuck().await;
+    let (state, why) = of(&host, "web");
+    assert_eq!(state, DrainState::Stays, "{why}");
+    is_named(why);
+    assert!(bench.fixture.agent.runs(vm) && bench.fixture.calls(Call::PowerOff) == 0);
+    // With its key it can be started again, so it is shut down.
+    bench.fixture.unlock("keys").await;
+    bench.drained().await;
+    assert!(!bench.fixture.agent.runs(vm));
+}
+
+/// The provider gives the key whenever the drain asks, and each migration fails for want of it all the same.
+#[tokio::test]
+async fn a_vm_whose_moves_fail_for_want_of_its_key_is_not_shut_down() {
+    let request = || DrainHost { stop_others: true, ..DrainHost::default() };
+    for code in [ErrorCode::Locked, ErrorCode::KeyMismatch] {
+        let bench = Bench::new().await;
+        let vm = bench.running("web", |_| {}).await;
+        receives_nothing_for(&bench.there, code);
+        bench.drain(request()).await;
+        let host = bench.stuck().await;
+        let (state, why) = of(&host, "web");
+        assert_eq!(state, DrainState::Stays, "{why}");
+        assert!(why.contains("vm.migrate failed 3 times"), "{why}");
+        bench.look().await;
+        assert!(bench.fixture.agent.runs(vm) && bench.fixture.calls(Call::PowerOff) == 0);
+        assert_eq!(bench.fixture.events("vm.draining").await.len(), ATTEMPTS as usize);
+
+        // For another reason it is shut down when it has failed as often.
+        bench.there.forget_faults();
+        receives_nothing(&bench.there);
+        bench.drain(request()).await;
+        bench.drained().await;
+        assert!(!bench.fixture.agent.runs(vm), "{code:?}");
+    }
+}
+
 #[tokio::test]
 async fn memory_that_a_migration_was_promised_is_not_promised_again() {
     let bench = Bench::new().await;
@@ -447,8 +503,13 @@ async fn a_server_that_ends_in_the_middle_goes_on_and_begins_nothing_twice() {
 
 /// Every call that has a host receive a VM fails.
 fn receives_nothing(agent: &SimulatedHost) {
+    receives_nothing_for(agent, ErrorCode::NoSpace);
+}
+
+/// The same, for this reason.
+fn receives_nothing_for(agent: &SimulatedHost, code: ErrorCode) {
     for nth in 1..=20 {
-        agent.inject(Call::PutJob, nth, Fault::Refuse(ErrorCode::NoSpace));
+        agent.inject(Call::PutJob, nth, Fault::Refuse(code));
     }
 }
 

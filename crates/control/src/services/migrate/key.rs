@@ -24,11 +24,25 @@ pub(in crate::services) async fn require_key_or_wait(
     services: &Services,
     vm: &Vm,
 ) -> Result<(), Problem> {
-    let provider = vm.key.as_ref().and_then(|key| services.providers.get(key.provider).ok());
-    match provider.and_then(|provider| provider.known_fault()) {
+    match fault(services, vm, Purpose::Open).await {
         Some(why) => Err(refusal(vm, why)),
-        None => require(services, vm, Purpose::Open).await,
+        None => Ok(()),
     }
+}
+
+/// Why a VM that runs could not be started if it were off, where its key is not given for that; for the same caller.
+pub(in crate::services) async fn fault_of_start(services: &Services, vm: &Vm) -> Option<Problem> {
+    fault(services, vm, Purpose::Encrypt).await
+}
+
+async fn fault(services: &Services, vm: &Vm, purpose: Purpose) -> Option<Problem> {
+    let key = vm.key.as_ref()?;
+    let provider = services.providers.get(key.provider).ok();
+    let known = provider.and_then(|provider| provider.known_fault());
+    if known.is_some() {
+        return known;
+    }
+    keys::fetch(&services.providers, vm, key, purpose).await.err()
 }
 
 fn refusal(vm: &Vm, why: Problem) -> Problem {

@@ -179,15 +179,16 @@ async fn switch(run: &Run<'_>) -> Result<(), StepError> {
     Ok(())
 }
 
-/// What people are told of a failure after the other host has the disks.
+/// What people are told where the host that made the clone did not remove what it had sent: what stands, and what is left to do.
 pub(super) fn unfinished(copies: &Copies, target: &str, cause: &Problem) -> String {
+    let of = copies.vm;
+    // The step that would have merged it comes after this one.
     let snapshot = copies.temporary.map_or_else(String::new, |_| {
-        let of = copies.vm;
         format!(
-            ". The temporary snapshot of VM {of}, which it was copied from, may be left, too: then delete the snapshot (vmseal snapshot list {of}; vmseal snapshot delete)"
+            ". The temporary snapshot of VM {of}, which it was copied from, is left: delete it (vmseal snapshot list {of}; vmseal snapshot delete)"
         )
     });
     format!(
-        "VM '{target}' is complete on the host that it is for, but what was to be done after that could not be: {cause}. What is left of its disks on the host that made it is removed when that host's agent answers again{snapshot}"
+        "VM '{target}' is complete on the host that it is for, and can be used (vmseal vm delete {target} undoes the clone). Removing what was sent from the host that made it failed: {cause}. What may be left there that host is asked to remove whenever its agent reports what it has, until the agent restarts: it does not know a VM that is off then. What is left after that vmseal does not remove: vmseal datastore scan lists it as orphan, on the datastores of the disks of VM {of}; remove these files by hand{snapshot}"
     )
 }

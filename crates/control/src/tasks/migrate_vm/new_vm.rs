@@ -417,7 +417,7 @@ pub(in crate::tasks) async fn switch_back(
             }
             remove_sent(run, elsewhere).await?;
             let detail = format!(
-                "VM '{}' is complete on the host that it is for: it could not be undone any more",
+                "VM '{0}' is complete on the host that it is for, and nothing of it is left on the one that made it: it could not be undone any more, and can be used (vmseal vm delete {0} removes it)",
                 run.task.target
             );
             Err(wrong_state(detail))

@@ -282,11 +282,22 @@ async fn a_datastore_without_room_for_what_is_allocated_at_once_is_refused() {
     assert_eq!(refused.code, ErrorCode::NoSpace);
     bench.there.set_full(false);
     bench.planned(to_host("copy")).await;
-    // The host that makes it needs the same room.
+    // The host that makes it needs the same room, and is asked before there is a task as by a dry run.
     bench.fixture.agent.set_full(true);
-    let refused = bench.ask(to_host("copy"), true).await.unwrap_err();
+    for dry_run in [true, false] {
+        let refused = bench.ask(to_host("copy"), dry_run).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::NoSpace, "dry run {dry_run}: {refused}");
+        assert!(refused.detail.contains("datastore 'local'"), "dry run {dry_run}: {refused}");
+    }
+    bench.fixture.agent.set_full(false);
+    // Where nothing is sent, the other host says what is left of the datastore that both have.
+    bench.fixture.share_datastore(bench.other, OTHER_HOST).await;
+    bench.there.set_full(true);
+    let refused = bench.refused(|| to_host("copy"), "datastore", "datastore 'local'").await;
     assert_eq!(refused.code, ErrorCode::NoSpace);
-    assert!(refused.detail.contains("datastore 'local'"), "{refused}");
+    bench.there.set_full(false);
+    // Neither refusal has left a task or a name that is taken.
+    assert_eq!(places(&bench.cloned(to_host("copy")).await.1), ["local"; 2]);
 }
 
 /// A replica is not sent.
