@@ -318,17 +318,53 @@ fn a_disk_in_the_clear_goes_there_as_it_is_and_back() {
     reads(&west);
 }
 
+/// The core dump that it has keeps it here until it is deleted; it can be decrypted before.
+fn without_its_core_dump(west: &Installation, migrate: &[&str]) {
+    for more in [&[][..], &["--dry-run"]] {
+        let refused = west.refused(&[migrate, more].concat()).unwrap();
+        assert!(refused.contains("('first')") && refused.contains("vmseal dump"), "{refused}");
+    }
+    let clear = west.path("core");
+    west.vmseal(&["dump", "decrypt", VM, "first", "--to", text(&clear).unwrap()]).unwrap();
+    let (one, two) = IN_MEMORY;
+    assert!(contains(&std::fs::read(&clear).unwrap(), format!("{one}{two}").into_bytes()));
+    std::fs::remove_file(&clear).unwrap();
+    west.vmseal(&["dump", "delete", VM, "first"]).unwrap();
+}
+
+/// What has stayed where it was: its backup is listed, and another VM is made of it.
+fn its_backup_opens_here(west: &Installation) {
+    let listed = west.json(&["backup", "list", VM]).unwrap();
+    let known: Vec<_> = listed.as_array().unwrap().iter().map(|it| &it["vm_deleted"]).collect();
+    assert_eq!(known, [&true], "{listed}");
+    west.vmseal(&["backup", "restore", VM, "one", "--as", "again"]).unwrap();
+    west.vmseal(&["vm", "start", "again"]).unwrap();
+    read_marker_of_disk(&mut booted(west, "again").unwrap());
+    west.vmseal(&["vm", "stop", "again", "--force"]).unwrap();
+    west.vmseal(&["vm", "delete", "again"]).unwrap();
+    west.vmseal(&["backup", "delete", VM, "one"]).unwrap();
+    let left = west.refused(&["backup", "list", VM]).unwrap();
+    assert!(left.contains("no VM") || left.contains("not exist"), "{left}");
+}
+
 #[test]
 fn a_vm_that_is_off_goes_there_with_its_snapshot_and_boots_there() {
     let (west, east) = two_control_planes("encrypted");
     introduce(&west, &east);
     west.vmseal(&["snapshot", "create", VM, "asleep", "--memory"]).unwrap();
+    let backups = west.path("backups");
+    std::fs::create_dir(&backups).unwrap();
+    west.vmseal(&["backup", "create", VM, "one", "--to", text(&backups).unwrap()]).unwrap();
+    west.vmseal(&["vm", "dump", VM, "first"]).unwrap();
     west.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     let snapshots = listed(&west);
     let migrate = ["vm", "migrate", VM, "--remote", "east"];
+    without_its_core_dump(&west, &migrate);
     let planned = west.try_vmseal(&[&migrate[..], &["--dry-run"]].concat()).unwrap();
     let warned = String::from_utf8_lossy(&planned.stderr);
     assert!(warned.contains("its disks are sent, and it is off"), "{planned:?}");
+    assert!(warned.contains("its backups stay in this inventory"), "{planned:?}");
+    assert!(warned.contains("'one' under key '"), "{planned:?}");
     west.vmseal(&migrate).unwrap();
     is_there(&west, &east, "off", true);
     let told = west.vmseal(&["events"]).unwrap();
@@ -342,6 +378,7 @@ fn a_vm_that_is_off_goes_there_with_its_snapshot_and_boots_there() {
     east.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     east.vmseal(&["vm", "start", VM]).unwrap();
     read_marker(&mut booted(&east, VM).unwrap());
+    its_backup_opens_here(&west);
     west.vmseal(&["remote", "remove", "east"]).unwrap();
     assert_eq!(west.json(&["remote", "list"]).unwrap().as_array().unwrap().len(), 0);
 }

@@ -46,7 +46,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::{KEK_LEN, SecretBytes};
 
-use crate::keys::{reference_of, seal_for};
+pub use crate::keys::{reference_of, seal_for};
 use crate::process::restarts::RESTARTS_MAX;
 
 /// A boot sector that prints [`BANNER`] on the first serial port and then echoes its input:

@@ -424,9 +424,12 @@ impl Owner {
                 self.served_again(again)
             }
             Event::Process(ProcessEvent::Service(ServiceEvent::ServedAgain(Err(problem)))) => {
-                let why =
-                    format!("its filter process died and no other can serve its disks: {problem}");
-                self.end_unserved(&why).await;
+                if !self.panicked_unserved(&problem) {
+                    let why = format!(
+                        "its filter process died and no other can serve its disks: {problem}"
+                    );
+                    self.end_unserved(&why).await;
+                }
             }
             Event::Process(ProcessEvent::TpmEnded(exit)) => {
                 if let Some(running) = self.running() {
@@ -620,6 +623,10 @@ impl Owner {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
         self.sweep_panic_dumps().await;
+        if reason != StopReason::Migrated {
+            // One may have become whole as its QEMU ended.
+            self.list_panic_dumps().await;
+        }
         self.look_for_memory().await;
         self.go_on_copying().await;
         self.go_on_with_merges().await;

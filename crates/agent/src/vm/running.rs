@@ -25,8 +25,9 @@ use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
 use crate::hypervisor::guest_agent::GuestAgent;
 use crate::hypervisor::network::addresses;
+use crate::hypervisor::plug;
 use crate::hypervisor::qemu;
-use crate::hypervisor::qmp::{Event, Qmp, ShutdownReason};
+use crate::hypervisor::qmp::{Event, Qmp, QmpError, ShutdownReason};
 use crate::process::live::Live;
 use crate::process::run_dir::ProcessDir;
 use crate::process::run_record::Phase;
@@ -39,6 +40,10 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to wait for QEMU's last events when it has ended.
 const LAST_EVENTS: Duration = Duration::from_secs(1);
+
+/// How long to wait for the end of a core dump whose QEMU has ended: its file is removed then, or flushed where all of it is there. A disk
+/// that spins up answers in ten seconds; where a datastore hangs, the VM does not wait for it.
+const DUMP_ENDS: Duration = Duration::from_secs(20);
 
 /// The processes, and the connections to them.
 pub struct Running {
@@ -198,8 +203,29 @@ impl Running {
 
     /// Whether its guest stands still and no filter may begin: QEMU would have it work ([`super::queues`]). Where one has begun since the
     /// guest was paused, there is nothing to keep, and the next one may begin, too.
+    ///
+    /// A guest that has panicked needs none for its core dump. QEMU before 9.0 takes none for it, and without a filter the VM would be
+    /// stopped before the core dump is whole.
     pub fn stands_still(&self) -> bool {
-        self.saving.is_some() || self.live.paused && self.live.queues_known
+        self.saving.is_some() || self.panicked || self.live.paused && self.live.queues_known
+    }
+
+    /// Whether QEMU takes another filter when a guest goes on that has stood still, if it needs one: before 9.0 it does not where the filter
+    /// has ended meanwhile (docs/decisions/020).
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub async fn may_be_served_again(&self) -> Result<bool, QmpError> {
+        let ended = match &self.service {
+            Service::Served(filter) => filter.has_ended(),
+            Service::Down(None) => true,
+            // It ended while the guest ran.
+            Service::Down(Some(_)) => false,
+        };
+        if !ended {
+            return Ok(true);
+        }
+        plug::takes_filters_at_any_time(&self.qmp).await
     }
 
     /// The guest that had panicked goes on, or boots again.
@@ -244,6 +270,7 @@ impl Running {
         };
         // A monitor that stays open after its process has ended is of no use.
         let _ = timeout(LAST_EVENTS, words).await;
+        let dumped = self.end_dumping().await;
         self.tpm.end().await;
         let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
         let flushed = self.end_filter().await;
@@ -262,7 +289,16 @@ impl Running {
         if let Err(error) = flushed {
             detail = format!("{detail}. Then: {error}");
         }
-        (reason, detail)
+        (reason, with_dump(detail, dumped))
+    }
+
+    /// Waits for the end of a core dump that was being written when QEMU ended. Returns what became of it, for people.
+    async fn end_dumping(&mut self) -> Option<String> {
+        let mut dumping = self.dumping.take()?;
+        match timeout(DUMP_ENDS, dumping.finished()).await {
+            Ok(dumped) => Some(dumped),
+            Err(_) => Some("no core dump was written: its datastore does not answer".to_owned()),
+        }
     }
 
     /// Cuts the power. The VM's directory remains.
@@ -271,19 +307,20 @@ impl Running {
     }
 
     /// The same for this reason.
-    pub async fn force_off_because(self, why: &str) -> Ending {
+    pub async fn force_off_because(mut self, why: &str) -> Ending {
         if let Err(error) = self.qmp.execute("quit", Value::Null).await {
             tracing::info!(%error, "QEMU does not take 'quit' and is killed");
             self.qemu.kill();
         }
         self.qemu.end_within(QUIT_TIMEOUT).await;
+        let dumped = self.end_dumping().await;
         self.tpm.end().await;
         let flushed = self.end_filter().await;
         let mut detail = why.to_owned();
         if let Err(error) = flushed {
             detail = format!("{detail}. Then: {error}");
         }
-        (StopReason::PoweredOff, detail)
+        (StopReason::PoweredOff, with_dump(detail, dumped))
     }
 
     /// Has the filter flush and exit. Where there is none, there is nothing to flush.
@@ -373,6 +410,14 @@ impl Running {
         let mut notices = troubles(spec, &status);
         notices.extend(stalled.notices(spec, &status, stall, Timestamp::now()));
         notices
+    }
+}
+
+/// Why a VM is off, with what became of a core dump that was being written.
+fn with_dump(detail: String, dumped: Option<String>) -> String {
+    match dumped {
+        Some(dumped) => format!("{detail}; its guest had panicked, and {dumped}"),
+        None => detail,
     }
 }
 

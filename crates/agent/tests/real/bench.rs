@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::runtime::Runtime;
 use tokio::task::spawn_blocking;
-use vmseal_agent::contract::{self, BANNER, Fixture};
+use vmseal_agent::contract::{self, BANNER, Fixture, seal_for};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
 use vmseal_api::host::{
     Allocation, CreateJob, DatastoreLocation, DatastoreSpec, Device, DiskFacts, DiskSpec,
@@ -17,6 +17,7 @@ use vmseal_api::host::{
 use vmseal_api::id::{DatastoreId, DiskId, TaskId, VmId};
 use vmseal_api::replica::ReplicaPlace;
 use vmseal_api::transfer::ImageFormat;
+use vmseal_secret::SecretBytes;
 
 /// Two cores, emulation, and other tests beside: nothing here takes that long by itself.
 pub const TIMEOUT: Duration = Duration::from_secs(90);
@@ -267,12 +268,19 @@ pub async fn made_with(
     agent: &dyn HostAgent,
     replica: Option<ReplicaPlace>,
 ) -> VmSpec {
+    let spec = spec_with(bench, replica);
+    make(bench, agent, &spec, None).await;
+    spec
+}
+
+/// A VM with a plain disk, of which nothing is made.
+pub fn spec_with(bench: &Bench, replica: Option<ReplicaPlace>) -> VmSpec {
     let location = DatastoreLocation::Dir { path: bench.path("store") };
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     let disk = DiskSpec {
         disk: DiskId::new(),
         name: "system".to_owned(),
-        datastore: place.clone(),
+        datastore: place,
         size: 1 << 20,
         encrypted: false,
         allocation: Allocation::Thin,
@@ -282,7 +290,7 @@ pub async fn made_with(
         replica,
         facts: Some(DiskFacts::Raw),
     };
-    let spec = VmSpec {
+    VmSpec {
         vm: VmId::new(),
         name: "victim".to_owned(),
         vcpus: 1,
@@ -294,20 +302,28 @@ pub async fn made_with(
         snapshots: Vec::new(),
         images: None,
         about: None,
-    };
-    let (vm, disk) = (spec.vm, spec.disk_at(0).unwrap().disk);
-    agent.probe_datastore(place).await.unwrap();
+    }
+}
+
+/// Makes a VM whose disk holds the contents of the file `guest`, with its key if it has one.
+pub async fn make(bench: &Bench, agent: &dyn HostAgent, spec: &VmSpec, kek: Option<&SecretBytes>) {
+    let vm = spec.vm;
+    let disk = spec.disk_at(0).unwrap();
+    agent.probe_datastore(disk.datastore.clone()).await.unwrap();
     agent.register_vm(spec.clone()).await.unwrap();
+    if let (Some(reference), Some(kek)) = (&spec.key, kek) {
+        let key_box = agent.describe().await.unwrap().key_box;
+        agent.offer_key(vm, seal_for(&key_box, vm, reference, kek)).await.unwrap();
+    }
     let source =
         Some(ImageSource { path: bench.path("guest"), format: ImageFormat::Raw, force: false });
-    create(agent, vm, disk, source).await;
+    create(agent, vm, disk.disk, source).await;
     wait(agent, vm, |state| {
         let job = state.jobs.first().map(|job| job.state.clone());
         assert!(!matches!(job, Some(JobState::Failed { .. })), "{job:?}");
         job == Some(JobState::Done)
     })
     .await;
-    spec
 }
 
 pub async fn start(agent: &dyn HostAgent, vm: VmId) {

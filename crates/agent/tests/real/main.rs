@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod bench;
+mod panics;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -14,6 +14,7 @@
 
 pub(super) mod away;
 mod cause;
+pub(crate) mod left;
 pub(super) mod new_vm;
 pub(super) mod watched;
 
@@ -327,6 +328,7 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (source, destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
     if is_handed_over(run, &source) && has_loaded(run, &destination)? {
+        left::require_no_dump(run, &source, &checked.sent())?;
         return Ok(Watched::late(run, &source));
     }
     // A session serves one attempt; what an earlier one has left is removed.
@@ -450,6 +452,7 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
     let mut wait = OtherHostWait::default();
     loop {
         watched.note(run, &source);
+        left::require_no_dump(run, &source, &sent)?;
         let (here, there) = (at_source(run, &source), at_destination(run, &destination));
         if is_handed_over(run, &source) && there == Said::Done {
             return Ok(watched.loaded(run, &destination));

@@ -122,24 +122,19 @@ impl Owner {
                 self.panics.past = self.past_panics();
                 return;
             }
-            Outcome::Restart => {
-                // On record first: it counts, whatever happens to this agent.
-                panics.done(true, dumped);
-                note(running, &spec);
-                match panicking::restart(&running.qmp).await {
-                    Ok(()) => {
-                        running.goes_on();
-                        note(running, &spec);
-                        self.panics.past = self.past_panics();
-                        return;
-                    }
-                    Err(error) => Some(error),
+            Outcome::Restart => match restart(running, &spec, dumped).await {
+                Ok(()) => {
+                    self.panics.past = self.past_panics();
+                    // Where its filter has ended since it panicked: the next one begins when the guest runs.
+                    self.serve_again();
+                    return;
                 }
-            }
+                Err(why) => Some(why),
+            },
         };
         let mut why = running.live.panics.why_off(&spec.name, on_crash, dumped);
-        if let Some(error) = failure {
-            why = format!("{why}, and could not be restarted: {error}");
+        if let Some(failure) = failure {
+            why = format!("{why}, and could not be restarted: {failure}");
         }
         self.request = None;
         if let Some(running) = self.take_running() {
@@ -190,6 +185,16 @@ impl Owner {
         self.with_panic_dumps(sweep_panics).await;
     }
 
+    /// Whether what another filter could not be started for has panicked: it needs none before it boots again, and a core dump that is being
+    /// written is finished first.
+    pub(super) fn panicked_unserved(&mut self, problem: &Problem) -> bool {
+        let panicked = self.running().is_some_and(|running| running.panicked);
+        if panicked {
+            tracing::warn!(vm = %self.spec.vm, %problem, "a guest that panicked has no filter, and needs none now");
+        }
+        panicked
+    }
+
     async fn with_panic_dumps<T: Send + 'static>(
         &self,
         work: impl FnOnce(&VmSpec) -> Result<T, Problem> + Send + 'static,
@@ -199,6 +204,23 @@ impl Owner {
         let worked = timed::quick_call(&path, move || work(&spec)).await;
         worked.inspect_err(|problem| tracing::debug!(%problem, "core dumps are not known")).ok()
     }
+}
+
+/// Has a guest that has panicked boot again.
+///
+/// # Errors
+/// Why it cannot, for people.
+async fn restart(running: &mut Running, spec: &VmSpec, dumped: Option<&str>) -> Result<(), String> {
+    if !running.may_be_served_again().await.map_err(|error| error.to_string())? {
+        return Err("its filter has ended, and its QEMU, older than 9.0, takes no other one for a guest that has stood still".to_owned());
+    }
+    // On record first: it counts, whatever happens to this agent.
+    running.live.panics.done(true, dumped);
+    note(running, spec);
+    panicking::restart(&running.qmp).await.map_err(|error| error.to_string())?;
+    running.goes_on();
+    note(running, spec);
+    Ok(())
 }
 
 /// Puts on record what is known of a panic. Where that fails, an agent that starts handles it once more.

@@ -240,6 +240,8 @@ impl Owner {
 
     /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.
     async fn hand_over(&mut self, mut sent: Sent) -> Result<(), Problem> {
+        // What is done about a panic is done where the core dump is.
+        self.require_no_panic()?;
         sent.copy_still().await?;
         let spec = self.spec.clone();
         let read = move || lease::read(&spec);

@@ -465,7 +465,11 @@ impl Owner {
             return Err(refusal(ErrorCode::TimedOut, &spec, what));
         }
         if running.service.waits() && running.stands_still() {
-            let what = "has lost its filter while it was paused. Another one is started when it is unpaused (vmseal vm unpause)";
+            let what = if running.live.paused {
+                "has lost its filter while it was paused. Another one is started when it is unpaused (vmseal vm unpause)"
+            } else {
+                "has a guest that panicked, and has lost its filter. Another one is started when its guest has been restarted: try again then"
+            };
             return Err(refusal(ErrorCode::TimedOut, &spec, what));
         }
         if !matches!(running.service, Service::Served(_)) {

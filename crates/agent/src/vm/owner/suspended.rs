@@ -169,7 +169,9 @@ impl Owner {
     /// Has the guest go on whose memory was saved, or was not.
     pub(super) async fn let_go_on(&mut self) {
         if let Some(running) = self.running() {
-            let (qmp, paused) = (running.qmp.clone(), running.live.paused);
+            // One that has panicked goes on when what is done about that is done.
+            let paused = running.live.paused || running.panicked;
+            let qmp = running.qmp.clone();
             let go_on = async {
                 stream::give_up(&qmp).await?;
                 if !paused {

@@ -4,6 +4,7 @@ mod at_rest;
 
 mod with_snapshots;
 
+use vmseal_api::dump::PanicDump;
 use vmseal_api::host::Power;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
@@ -23,6 +24,7 @@ use crate::services::{Outcome, Services, features};
 use crate::store::disks::Disk;
 use crate::store::vms::Vm;
 use crate::store::{dumps, placements};
+use crate::tasks::migrate_vm::left;
 
 /// Moves a VM to another control plane, which is asked first whether it can take it. `rest`: what it is where it does not run.
 pub(super) async fn migrate(
@@ -70,7 +72,10 @@ pub(super) async fn migrate(
         suspended,
         compresses: request.compress,
     };
-    let generation = placements::next_generation(&mut *services.store.read().await?, vm.id).await?;
+    let mut read = services.store.read().await?;
+    let generation = placements::next_generation(&mut read, vm.id).await?;
+    let stays = left::backups_of(&mut read, vm).await?;
+    drop(read);
     let mut told = describe(&services.store, &services.hosts, vm, wanted, generation).await?;
     let counted = with_snapshots::kept(services, (vm, disks), &told, &about).await?;
     told.vm.kept = counted.clone().ok().flatten();
@@ -104,6 +109,7 @@ pub(super) async fn migrate(
             let mut plan = explained(plan, how, encrypted);
             plan.warnings.extend(in_the_clear(vm, encrypted || is_off));
             plan.warnings.extend(counted.err());
+            plan.warnings.extend(stays);
             plan.warnings.extend(is_off.then(|| at_rest::stays(vm, with, encrypted)));
             Outcome::Planned(plan)
         }
@@ -170,20 +176,32 @@ pub(super) fn require_no_replica(vm: &Vm, disks: &[Disk]) -> Result<(), Problem>
     Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
+/// Refuses a VM with core dumps: they are beside its first disk, which is deleted here, and under its key, which is destroyed.
+async fn require_no_dumps(services: &Services, vm: &Vm) -> Result<(), Problem> {
+    let dumps = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
+    let view = services.hosts.view(vm.host);
+    let is_new = |seen: &PanicDump| dumps.iter().all(|dump| dump.id != seen.dump);
+    let has_new = view.vm(vm.id).is_some_and(|seen| seen.panic_dumps.iter().any(is_new));
+    let name = &vm.name;
+    let detail = match dumps.first() {
+        Some(first) => {
+            let all: Vec<_> = dumps.iter().map(|dump| format!("'{}'", dump.name)).collect();
+            let (first, all) = (&first.name, all.join(", "));
+            format!(
+                "VM '{name}' has core dumps ({all}), which do not go to another control plane: beside its former images they would be in no list, and the key that opens them is destroyed here when it has gone. Decrypt what is needed of each (vmseal dump decrypt {name} {first} --to FILE), and delete all of them first (vmseal dump delete {name} {first})"
+            )
+        }
+        None if has_new => format!(
+            "the guest of VM '{name}' has panicked, and its host has just written a core dump, which does not go to another control plane: wait until it is listed (vmseal dump list {name}), decrypt it if it is needed, and delete it first"
+        ),
+        None => return Ok(()),
+    };
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
 /// Refuses a VM that would leave something behind, or whose host cannot send all of it.
 async fn require_sendable(services: &Services, vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
-    let refuse =
-        |what: &str| Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {what}", vm.name)));
-    let mut read = services.store.read().await?;
-    let dumps = dumps::of_vm(&mut read, vm.id).await?;
-    if let Some(first) = dumps.first() {
-        let all: Vec<_> = dumps.iter().map(|dump| format!("'{}'", dump.name)).collect();
-        let (name, first, all) = (&vm.name, &first.name, all.join(", "));
-        return refuse(&format!(
-            "has core dumps ({all}), which do not go to another control plane and would be removed with its former images: decrypt what is needed of each (vmseal dump decrypt {name} {first} --to FILE), and delete all of them first (vmseal dump delete {name} {first})"
-        ));
-    }
-    drop(read);
+    require_no_dumps(services, vm).await?;
     features::require(services, vm, MIGRATE_DISKS, "send disks to other hosts")?;
     if keeps_state(disks.iter().map(|disk| disk.role)) {
         let what = "send what firmware and TPM keep";

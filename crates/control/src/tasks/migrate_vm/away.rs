@@ -35,7 +35,8 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, nonce, running_disks, tell_pace,
+    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, left, nonce, running_disks,
+    tell_pace,
 };
 use crate::hosts::keys;
 use crate::operation::Operation;
@@ -245,6 +246,7 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
         true => at_rest::disks(run, from, suspended).await?,
         false => running_disks(run, from).await?,
     };
+    left::require_nothing(run, &disks).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
     let mut read = run.store().read().await?;
     let generation = placements::next_generation(&mut read, run.vm_id).await?;
@@ -308,6 +310,7 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (route, checked) = (route(run)?, checked(run)?);
     let source = run.host_state(route.from, None).await?;
     if is_sent(run, &route, &source) {
+        left::require_no_dump(run, &source, &checked.sent())?;
         // Sent before the server restarted; the other control plane knows whether all of it has come.
         return Ok(Watched::late(run, &source));
     }
@@ -382,6 +385,7 @@ async fn follow(run: &Run<'_>, route: &Route, mut sent: SendJob) -> Result<Watch
     let (mut there, mut wait) = (Said::Works, OtherHostWait::default());
     loop {
         watched.note(run, &source);
+        left::require_no_dump(run, &source, &sent)?;
         if is_sent(run, route, &source) {
             return Ok(watched);
         }
@@ -519,8 +523,11 @@ async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
         (true, false) => ", while it was off",
         (false, false) => "",
     };
-    let detail = format!("from host '{}' to remote '{name}', {how}{off}{went}", vm.host_name);
     let mut write = run.store().write().await?;
+    let stays = left::backups_of(&mut write, &vm).await?;
+    let stays = stays.map(|stays| format!("; {stays}")).unwrap_or_default();
+    let host = &vm.host_name;
+    let detail = format!("from host '{host}' to remote '{name}', {how}{off}{went}{stays}");
     vms::delete(&mut write, vm.id).await?;
     let (kind, actor) = ("vm.migrated", run.task.actor.as_str());
     write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;

@@ -91,7 +91,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str) -> Operation {
     Operation::BackUpVm { vm, backup, snapshot, quiesce: true }
 }
 
-async fn made(fixture: &Fixture, vm: VmId, name: &str) {
+pub(super) async fn made(fixture: &Fixture, vm: VmId, name: &str) {
     fixture.done(reserve(fixture, vm, name).await, "web").await;
 }
 

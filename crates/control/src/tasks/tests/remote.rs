@@ -4,6 +4,7 @@
 mod at_rest;
 mod in_the_clear;
 mod killed;
+mod left;
 mod with_snapshots;
 mod with_tpm;
 

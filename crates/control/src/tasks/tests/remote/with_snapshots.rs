@@ -128,7 +128,7 @@ async fn whatever_is_killed_or_refused_its_snapshots_are_where_the_vm_is() {
 }
 
 /// What a dry run says against it.
-async fn refused_for(two: &Two) -> Option<String> {
+pub(super) async fn refused_for(two: &Two) -> Option<String> {
     let request = MigrateVm { remote: Some("east".to_owned()), ..MigrateVm::default() };
     let me = Caller::administrator("me");
     let planned = migrate::migrate(&two.services(), &me, "web", request, true).await;
@@ -136,7 +136,7 @@ async fn refused_for(two: &Two) -> Option<String> {
 }
 
 /// What a dry run says of it, with its warnings.
-async fn planned(two: &Two) -> String {
+pub(super) async fn planned(two: &Two) -> String {
     let request = MigrateVm { remote: Some("east".to_owned()), ..MigrateVm::default() };
     let me = Caller::administrator("me");
     match migrate::migrate(&two.services(), &me, "web", request, true).await.unwrap() {
