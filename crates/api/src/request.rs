@@ -13,7 +13,8 @@ use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{ContractRange, DatastoreLocation};
 pub use crate::limits::{
-    DESCRIPTION_MAX, DISK_SIZE_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
+    DESCRIPTION_MAX, DISK_SIZE_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, MEMORY_UNIT,
+    VCPUS_MAX,
 };
 use crate::migration::MigrationEncryption;
 use crate::osd_encryption::StatedOsds;
@@ -46,6 +47,14 @@ pub struct SetLogLevel {
 
 /// The default port of an agent.
 pub const AGENT_PORT: u16 = 8444;
+
+/// The maximum length of an agent's address, in bytes: a DNS name and a port.
+pub const ADDRESS_MAX: usize = 253 + 6;
+
+/// What an agent's address is within [`ADDRESS_MAX`], as a regular expression of ECMA 262. That there is such a port and, in brackets, such an
+/// address of IPv6, is not said.
+pub const ADDRESS_PATTERN: &str =
+    r"^([A-Za-z0-9.-]+|\[+[0-9A-Fa-f:.]+\]+):[+]?0*[1-9][0-9]{0,4}$";
 
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
