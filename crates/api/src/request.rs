@@ -53,8 +53,7 @@ pub const ADDRESS_MAX: usize = 253 + 6;
 
 /// What an agent's address is within [`ADDRESS_MAX`], as a regular expression of ECMA 262. That there is such a port and, in brackets, such an
 /// address of IPv6, is not said.
-pub const ADDRESS_PATTERN: &str =
-    r"^([A-Za-z0-9.-]+|\[+[0-9A-Fa-f:.]+\]+):[+]?0*[1-9][0-9]{0,4}$";
+pub const ADDRESS_PATTERN: &str = r"^([A-Za-z0-9.-]+|\[+[0-9A-Fa-f:.]+\]+):[+]?0*[1-9][0-9]{0,4}$";
 
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
