@@ -573,6 +573,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     /// The policy that the VM gets at the other control plane, by name or id; none means the one of the same name.
+    /// Only with `remote`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
     /// The datastore of that host, by name or id, for copies of disks on datastores that it does not have; none means the one with the
@@ -643,7 +644,8 @@ pub struct SetTask {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RestoreBackup {
-    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
+    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had. Not
+    /// with `new_vm`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// The name of a new VM that is made of the backup, beside the one that was backed up and whatever that is: with an id, a key,

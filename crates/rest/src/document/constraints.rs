@@ -52,7 +52,7 @@ use self::together::{
     suspended_at_rest, user_data_or_user,
 };
 
-/// A name that a person chooses: no id, and not null either where that is allowed, as a pattern alone would have it.
+/// A name that a person chooses, and no id. What is refused is a text: of null, where that is allowed, a pattern alone says nothing.
 fn name() -> Value {
     let id = json!({ "type": "string", "pattern": ID_PATTERN });
     json!({ "minLength": 1, "maxLength": NAME_MAX, "pattern": NAME_PATTERN, "not": id })
@@ -605,6 +605,60 @@ mod tests {
                 interface,
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn what_has_the_form_of_an_id_is_no_name() {
+        use vmseal_api::id::{NameError, check_name};
+        let id = "0190b5a0-0000-7000-8000-00000000000f";
+        let texts = [id, &id.replace('-', ""), &id.to_uppercase(), &id[1..], &id.replace('f', "g")];
+        for text in texts {
+            let is_id = check_name(text) == Err(NameError::LooksLikeId);
+            assert_eq!(matches(ID_PATTERN, text), is_id, "{text}");
+        }
+        let name = name();
+        assert_eq!(name["not"], json!({ "type": "string", "pattern": ID_PATTERN }));
+        assert_eq!(added_disk_name()["not"]["anyOf"][0], name["not"]);
+    }
+
+    #[test]
+    fn addresses_of_cards_and_servers_are_those_that_the_checks_accept() {
+        use rustls::pki_types::ServerName;
+        use vmseal_api::nic::{MacAddress, check_interface_name};
+        for text in [
+            "52:54:00:12:34:56",
+            "52-54-00-12-34-56",
+            "AA:bb:CC:00:00:01",
+            "52:54-00:12:34:56",
+            "52:54:00:12:34",
+            "01:00:5e:00:00:01",
+            "00:00:00:00:00:00",
+            "00-00-00-00-00-00",
+        ] {
+            let is = text.parse::<MacAddress>().is_ok_and(|mac| mac.check().is_ok());
+            assert_eq!(matches(MAC_PATTERN, text) && !MACS_REFUSED.contains(&text), is, "{text}");
+        }
+        for text in ["kms.example.org", "kms-1", "192.0.2.1", "2001:db8::1", "", "a b", "a/b"] {
+            assert_eq!(matches(HOST_PATTERN, text), ServerName::try_from(text).is_ok(), "{text}");
+        }
+        for name in INTERFACE_NAMES_REFUSED {
+            assert!(check_interface_name(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn fields_of_pools_are_those_that_the_checks_accept() {
+        let checked = |monitors: &str, user: &str| {
+            let pool = json!({ "monitors": monitors, "user": user, "pool": "vms" });
+            let pool: vmseal_api::datastore::RbdPool = serde_json::from_value(pool).unwrap();
+            pool.check().is_ok()
+        };
+        for text in ["v2:10.0.0.1:3300", "a b", "-a", "a-b", "a\nb", "a\u{85}", "\u{e4}", ""] {
+            assert_eq!(matches(POOL_FIELD_PATTERN, text), checked(text, "client.a"), "{text:?}");
+        }
+        for user in ["client.a", "client.", "a", "Client.a", "client.a\tb", "client.a\u{9f}"] {
+            assert_eq!(matches(POOL_USER_PATTERN, user), checked("a", user), "{user:?}");
         }
     }
 

@@ -1,5 +1,4 @@
-//! Limits of several fields together, in the words of JSON Schema. Those of fields of which each may be absent or null say so: what is null
-//! is absent.
+//! Limits of several fields together, in the words of JSON Schema. A field that is null counts as one that is absent.
 
 use serde_json::{Value, json};
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
