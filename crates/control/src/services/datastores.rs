@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, LOCATION_PATH_MAX, MountFacts, MountedKey, MountedWay, RbdPool,
-    SetDatastore, SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, LOCATION_PATH_MAX, MountFacts, MountedKey,
+    MountedWay, RbdPool, SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
     CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
