@@ -28,13 +28,10 @@ use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::nic::{NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
-use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use vmseal_api::request::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, MEMORY_UNIT, VCPUS_MAX};
 use vmseal_api::size::Size;
 
 use self::exclusion::Action;
-
-/// The unit of a VM's memory, in bytes.
-const MEMORY_UNIT: u64 = 1 << 20;
 
 /// Checks a specification on its own. The server has checked the user's input; these checks protect this
 /// host.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 /// The longest path of a medium, in bytes: the most that Linux takes at once.
-const PATH_MAX: usize = 4096;
+pub const MEDIUM_PATH_MAX: usize = 4096;
 
 /// A CD-ROM drive. What is in it is a plain file of the host: it is not encrypted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,8 +62,8 @@ pub fn check_medium(medium: &Path) -> Result<(), String> {
             "is '{text}', which is not absolute: give the whole path of the file on the host"
         ));
     }
-    if length > PATH_MAX {
-        return Err(format!("is a path of {length} bytes, and may have {PATH_MAX}"));
+    if length > MEDIUM_PATH_MAX {
+        return Err(format!("is a path of {length} bytes, and may have {MEDIUM_PATH_MAX}"));
     }
     Ok(())
 }
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn only_absolute_paths_in_plain_text_are_media() {
         check_medium(Path::new("/srv/iso/debian 13, netinst.iso")).unwrap();
-        let long = format!("/{}", "x".repeat(PATH_MAX));
+        let long = format!("/{}", "x".repeat(MEDIUM_PATH_MAX));
         for (bad, word) in
             [("", "absolute"), ("a.iso", "absolute"), ("/a\nb", "control"), (&long, "4097 bytes")]
         {

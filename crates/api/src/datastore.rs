@@ -10,8 +10,13 @@ use crate::fencing::Fencing;
 use crate::id::{DatastoreId, DiskId, VmId};
 use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
-pub use crate::rbd_pool::{Messenger, POOL_FIELD_MAX, RbdPool, way_of};
+pub use crate::rbd_pool::{
+    Messenger, POOL_FIELD_MAX, POOL_FIELD_PATTERN, POOL_USER_PATTERN, RbdPool, way_of,
+};
 use crate::redundancy::PoolFacts;
+
+/// The longest path of a datastore on a host, in bytes: what Linux takes at once, minus the paths below it.
+pub const LOCATION_PATH_MAX: usize = 3072;
 
 /// The most images that a scan lists: enough for the disks of 1024 VMs.
 pub const SCAN_IMAGES_MAX: usize = 10_000;

@@ -12,7 +12,7 @@ pub const EXEC_SECONDS: u32 = 30;
 pub const ARGUMENTS_MAX: usize = 256;
 
 /// The longest that its path and arguments may be together, in bytes.
-const COMMAND_MAX: usize = 64 * 1024;
+pub const COMMAND_MAX: usize = 64 * 1024;
 
 /// The most that is kept of each output of a program, in bytes.
 pub const OUTPUT_MAX: usize = 256 * 1024;

@@ -14,6 +14,10 @@ pub const NAME_MAX: usize = 63;
 /// What [`check_name`] accepts within [`NAME_MAX`], as a regular expression of ECMA 262; but no id.
 pub const NAME_PATTERN: &str = "^[A-Za-z0-9](([.]?[A-Za-z0-9_-])*[.]?[A-Za-z0-9])?$";
 
+/// What of that has the form of an id, and so is no name.
+pub const ID_PATTERN: &str =
+    "^([0-9A-Fa-f]{32}|[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})$";
+
 macro_rules! identity {
     ($(#[$doc:meta] $name:ident),* $(,)?) => {$(
         #[$doc]

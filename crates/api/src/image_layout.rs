@@ -40,7 +40,7 @@ pub struct ImageLayout {
     /// It is given together with the stripe count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stripe_unit: Option<u64>,
-    /// How many objects units go around before they come to the first one again: 2 to 256.
+    /// How many objects units go around before they come to the first one again: 2 to 256. It is given together with the stripe unit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stripe_count: Option<u32>,
 }

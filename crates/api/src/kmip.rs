@@ -9,6 +9,12 @@ use crate::problem::Problem;
 /// The most servers of one provider.
 pub const SERVERS_MAX: usize = 8;
 
+/// The longest name of a server, in bytes: that of DNS.
+pub const HOST_MAX: usize = 253;
+
+/// The characters of a DNS name or an IP address, as a regular expression of ECMA 262. Not all that they make are either.
+pub const HOST_PATTERN: &str = "^[A-Za-z0-9._:-]+$";
+
 /// The longest PEM that is accepted, in bytes: a chain or a few authorities.
 pub const PEM_MAX: usize = 64 * 1024;
 

@@ -12,6 +12,9 @@ pub const MEMORY_MIN: u64 = 16 << 20;
 /// The most memory of a VM in bytes.
 pub const MEMORY_MAX: u64 = 6 << 40;
 
+/// The unit of a VM's memory, in bytes.
+pub const MEMORY_UNIT: u64 = 1 << 20;
+
 /// The most backups of a VM: a year of daily ones, with room for others.
 pub const BACKUPS_MAX: usize = 512;
 

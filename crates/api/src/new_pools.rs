@@ -9,7 +9,7 @@ use crate::failure_domain::FailureDomain;
 use crate::redundancy::{Layout, Redundancy};
 
 /// What pools can be made for. Agents that make pools know no others.
-const CHOICES: [FailureDomain; 5] = [
+pub const CHOICES: [FailureDomain; 5] = [
     FailureDomain::Osd,
     FailureDomain::Host,
     FailureDomain::Rack,

@@ -17,6 +17,13 @@ pub const FORWARDS_MAX: usize = 32;
 /// The longest name of a network interface of Linux, in bytes (IFNAMSIZ without its end mark).
 pub const INTERFACE_NAME_MAX: usize = 15;
 
+/// The addresses of network cards, as a regular expression of ECMA 262: none of a group, and none of [`MACS_REFUSED`].
+pub const MAC_PATTERN: &str =
+    "^[0-9A-Fa-f][02468ACEace]((:[0-9A-Fa-f]{2}){5}|(-[0-9A-Fa-f]{2}){5})$";
+
+/// What stands for no address.
+pub const MACS_REFUSED: [&str; 2] = ["00:00:00:00:00:00", "00-00-00-00-00-00"];
+
 /// The address of a network card (EUI-48).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -351,8 +358,11 @@ impl fmt::Display for NicBackend {
     }
 }
 
-/// What [`check_interface_name`] accepts, but for `.` and `..`, as a regular expression of ECMA 262.
+/// What [`check_interface_name`] accepts, but for [`INTERFACE_NAMES_REFUSED`], as a regular expression of ECMA 262.
 pub const INTERFACE_NAME_PATTERN: &str = r"^[!#-$&-.0-9;-\[\]-~]+$";
+
+/// What Linux takes for directories, and not for names.
+pub const INTERFACE_NAMES_REFUSED: [&str; 2] = [".", ".."];
 
 /// Whether Linux lets a network interface be called so.
 ///
@@ -366,7 +376,7 @@ pub fn check_interface_name(name: &str) -> Result<(), String> {
     }
     // A percent sign would make the kernel number it.
     let may = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | ':' | '%' | '"' | '\\');
-    if !name.chars().all(may) || matches!(name, "." | "..") {
+    if !name.chars().all(may) || INTERFACE_NAMES_REFUSED.contains(&name) {
         return Err(format!("'{name}' cannot be the name of an interface of Linux"));
     }
     Ok(())

@@ -11,6 +11,12 @@ use crate::new_pools::NewPools;
 /// The longest value of a pool's field, in bytes: the addresses of a dozen monitors.
 pub const POOL_FIELD_MAX: usize = 1024;
 
+/// What such a value is, as a regular expression of ECMA 262: neither an option of a program nor with control characters.
+pub const POOL_FIELD_PATTERN: &str = r"^[^\x00-\x1f\x7f-\x9f-][^\x00-\x1f\x7f-\x9f]*$";
+
+/// What the Ceph user is.
+pub const POOL_USER_PATTERN: &str = r"^client[.][^\x00-\x1f\x7f-\x9f]*$";
+
 /// A pool of a Ceph cluster, and how a host gets to it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -134,6 +134,9 @@ pub struct BeginArrival {
     pub compresses: bool,
 }
 
+/// The highest generation of a memory: the inventory's numbers are signed.
+pub const GENERATION_MAX: u64 = i64::MAX as u64;
+
 /// The memory of a guest whose VM is suspended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -205,7 +208,6 @@ pub struct DiskOfArrival {
     /// Whether it is encrypted.
     pub encrypted: bool,
     /// What it is for.
-    #[cfg_attr(feature = "openapi", schema(value_type = String))]
     pub role: DiskRole,
 }
 

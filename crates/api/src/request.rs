@@ -13,7 +13,8 @@ use crate::dump::DumpFormat;
 use crate::hardware::{Hardware, OnCrash};
 use crate::host::{ContractRange, DatastoreLocation};
 pub use crate::limits::{
-    DESCRIPTION_MAX, DISK_SIZE_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX,
+    DESCRIPTION_MAX, DISK_SIZE_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, MEMORY_UNIT,
+    VCPUS_MAX,
 };
 use crate::migration::MigrationEncryption;
 use crate::osd_encryption::StatedOsds;
@@ -46,6 +47,13 @@ pub struct SetLogLevel {
 
 /// The default port of an agent.
 pub const AGENT_PORT: u16 = 8444;
+
+/// The maximum length of an agent's address, in bytes: a DNS name and a port.
+pub const ADDRESS_MAX: usize = 253 + 6;
+
+/// What an agent's address is within [`ADDRESS_MAX`], as a regular expression of ECMA 262. That there is such a port and, in brackets, such an
+/// address of IPv6, is not said.
+pub const ADDRESS_PATTERN: &str = r"^([A-Za-z0-9.-]+|\[+[0-9A-Fa-f:.]+\]+):[+]?0*[1-9][0-9]{0,4}$";
 
 /// A machine joins as a host. The only request that a join token, not a user, authorizes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -565,6 +573,7 @@ pub struct MigrateVm {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     /// The policy that the VM gets at the other control plane, by name or id; none means the one of the same name.
+    /// Only with `remote`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
     /// The datastore of that host, by name or id, for copies of disks on datastores that it does not have; none means the one with the
@@ -635,7 +644,8 @@ pub struct SetTask {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RestoreBackup {
-    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had.
+    /// Another name for a VM that was deleted and is made again; without it, it has the name that it had. Not
+    /// with `new_vm`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// The name of a new VM that is made of the backup, beside the one that was backed up and whatever that is: with an id, a key,

@@ -11,7 +11,7 @@ use vmseal_api::id::{HostId, check_name};
 use vmseal_api::join_token;
 use vmseal_api::model::JoinToken;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::request::{AGENT_PORT, JoinHost, Joined};
+use vmseal_api::request::{ADDRESS_MAX, AGENT_PORT, JoinHost, Joined};
 
 use crate::setup::authority::{Authority, AuthorityError, REQUEST_MAX};
 use crate::store::events::NewEvent;
@@ -20,9 +20,6 @@ use crate::store::{Part, Store, Write, hosts, users};
 
 /// How long a token is valid: long enough to carry it to another machine.
 pub(crate) const TOKEN_VALID: Duration = Duration::from_secs(15 * 60);
-
-/// The maximum length of an agent's address, in bytes: a DNS name and a port.
-const ADDRESS_MAX: usize = 253 + 6;
 
 /// Makes a token; only its hash is stored.
 ///

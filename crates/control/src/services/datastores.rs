@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use vmseal_api::datastore::{
-    DatastoreCondition, DatastoreHost, DatastoreScan, MountFacts, MountedKey, MountedWay, RbdPool,
-    SetDatastore, SetDatastoreKey,
+    DatastoreCondition, DatastoreHost, DatastoreScan, LOCATION_PATH_MAX, MountFacts, MountedKey,
+    MountedWay, RbdPool, SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
     CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
@@ -25,9 +25,6 @@ use crate::hosts::pool_keys;
 use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
 use crate::store::{datastore_keys as store_keys, datastores, disks, hosts, tasks};
-
-/// The maximum length of a datastore's path, in bytes: PATH_MAX minus the paths below it.
-const PATH_LEN_MAX: usize = 3072;
 
 pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
     let shown_on = |on: OnHost| {
@@ -195,8 +192,8 @@ pub async fn list(
 
 pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem> {
     let path = location.path();
-    if !path.is_absolute() || path.as_os_str().len() > PATH_LEN_MAX {
-        let detail = format!("must be an absolute path of at most {PATH_LEN_MAX} bytes");
+    if !path.is_absolute() || path.as_os_str().len() > LOCATION_PATH_MAX {
+        let detail = format!("must be an absolute path of at most {LOCATION_PATH_MAX} bytes");
         return Err(Problem::invalid("location.path", detail));
     }
     let Some(pool) = location.pool() else { return Ok(()) };

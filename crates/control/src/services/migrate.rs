@@ -63,6 +63,18 @@ pub(super) struct Fit {
     compresses: bool,
 }
 
+/// Checks what of a request is wrong whatever the VM does, also where its work leaves it out.
+fn check(request: &MigrateVm) -> Result<(), Problem> {
+    if request.policy.is_some() && request.remote.is_none() {
+        let detail =
+            "it is the policy at another control plane (--remote): here the VM keeps its own";
+        return Err(Problem::invalid("policy", detail));
+    }
+    super::tasks::pace_of(request.rate)?;
+    let downtime = request.downtime_milliseconds.map_or(Ok(()), check_downtime);
+    downtime.map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))
+}
+
 /// Moves a VM to another host, while it runs or while it is off or suspended. Without a host, one with the most free memory is chosen.
 pub async fn migrate(
     services: &Services,
@@ -72,6 +84,7 @@ pub async fn migrate(
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
+    check(&request)?;
     let (vm, disks) = find(services, name).await?;
     require_ready(&vm)?;
     if vm.key.is_some() {
@@ -104,16 +117,7 @@ pub async fn migrate(
         let of = (&vm, disks.as_slice(), None);
         return remote::migrate(services, caller, of, request, dry_run).await;
     }
-    if request.policy.is_some() {
-        let detail =
-            "it is the policy at another control plane (--remote): here the VM keeps its own";
-        return Err(Problem::invalid("policy", detail));
-    }
     let pace = super::tasks::pace_of(request.rate)?;
-    if let Some(downtime) = request.downtime_milliseconds {
-        check_downtime(downtime)
-            .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
-    }
     let promised = Promised::read(&mut *services.store.read().await?).await?;
     require_compression(services, &vm, request.compress)?;
     let (place, compresses) = (request.datastore.as_deref(), request.compress);

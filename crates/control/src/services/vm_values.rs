@@ -4,11 +4,8 @@ use std::collections::BTreeMap;
 
 use vmseal_api::host::about;
 use vmseal_api::problem::Problem;
-use vmseal_api::request::{LABELS_MAX, MEMORY_MAX, MEMORY_MIN, VCPUS_MAX};
+use vmseal_api::request::{LABELS_MAX, MEMORY_MAX, MEMORY_MIN, MEMORY_UNIT, VCPUS_MAX};
 use vmseal_api::size::Size;
-
-/// The unit of a VM's memory, in bytes.
-const MEMORY_UNIT: u64 = 1 << 20;
 
 /// Whether a VM may have so many virtual processors.
 pub(super) fn check_vcpus(vcpus: u32) -> Result<(), Problem> {

@@ -2,43 +2,115 @@
 
 use serde_json::{Value, json};
 use vmseal_api::bitmap::NAME_PATTERN as BITMAP_NAME;
+use vmseal_api::boot::MEDIUM_PATH_MAX;
 use vmseal_api::cloud_init::{
-    CLOUD_INIT_MAX, PASSWORD_HASH_MAX, PASSWORD_HASH_MIN, PASSWORD_HASH_PATTERN, SSH_KEY_PATTERN,
-    SSH_KEYS_MAX, USER_DATA_KINDS, USER_MAX, USER_PATTERN, USER_REFUSED,
+    CLOUD_INIT_DISK, CLOUD_INIT_MAX, PASSWORD_HASH_MAX, PASSWORD_HASH_MIN, PASSWORD_HASH_PATTERN,
+    SSH_KEY_PATTERN, SSH_KEYS_MAX, USER_DATA_KINDS, USER_MAX, USER_PATTERN, USER_REFUSED,
 };
-use vmseal_api::datastore::{LIMIT_MAX, POOL_FIELD_MAX};
+use vmseal_api::datastore::{
+    LIMIT_MAX, LOCATION_PATH_MAX, POOL_FIELD_MAX, POOL_FIELD_PATTERN, POOL_USER_PATTERN,
+};
 use vmseal_api::drain::PARALLEL_MAX;
 use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::filter::{
     BITMAP_NAME_MAX, CACHE_BYTES_MAX, CACHE_BYTES_MIN, CRYPT_SECTOR, REPLICATE_RATE_MIN, SERIAL_MAX,
 };
 use vmseal_api::fingerprint::FINGERPRINT_PATTERN;
-use vmseal_api::guest::{ARGUMENTS_MAX, EXEC_SECONDS_MAX};
+use vmseal_api::guest::{ARGUMENTS_MAX, COMMAND_MAX, EXEC_SECONDS_MAX};
 use vmseal_api::hardware::CPU_MODEL_MAX;
 use vmseal_api::host::{BANDWIDTH_MIN, SHUTDOWN_SECONDS_MAX, STALL_TIMEOUT_MAX, STALL_TIMEOUT_MIN};
-use vmseal_api::id::{NAME_MAX, NAME_PATTERN};
+use vmseal_api::id::{ID_PATTERN, NAME_MAX, NAME_PATTERN};
 use vmseal_api::image_layout::{OBJECT_SIZE_MAX, OBJECT_SIZE_MIN, STRIPE_COUNT_MAX};
-use vmseal_api::kmip::{COMMON_NAME_MAX, COMMON_NAME_PATTERN, SERVERS_MAX};
+use vmseal_api::kmip::{
+    COMMON_NAME_MAX, COMMON_NAME_PATTERN, HOST_MAX, HOST_PATTERN, PEM_MAX, SERVERS_MAX,
+};
+use vmseal_api::limits::SNAPSHOTS_MAX;
 use vmseal_api::migration::{DOWNTIME_MAX, DOWNTIME_MIN};
 use vmseal_api::model::CHANGE_MAX;
 use vmseal_api::model::ChangeKind;
-use vmseal_api::nic::{FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, NICS_MAX};
+use vmseal_api::new_pools::CHOICES;
+use vmseal_api::nic::{
+    FORWARDS_MAX, INTERFACE_NAME_MAX, INTERFACE_NAME_PATTERN, INTERFACE_NAMES_REFUSED, MAC_PATTERN,
+    MACS_REFUSED, NICS_MAX,
+};
 use vmseal_api::pace::{RATE_MAX, RATE_MIN};
 use vmseal_api::redundancy::FAILURES_MAX;
+use vmseal_api::remote::GENERATION_MAX;
 use vmseal_api::request::{
-    DESCRIPTION_MAX, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX, LABEL_MAX, LABELS_MAX, MEMORY_MAX,
-    MEMORY_MIN, VCPUS_MAX,
+    ADDRESS_MAX, ADDRESS_PATTERN, DESCRIPTION_MAX, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX,
+    LABEL_MAX, LABELS_MAX, MEMORY_MAX, MEMORY_MIN, MEMORY_UNIT, VCPUS_MAX,
 };
-use vmseal_api::transfer::ExportFormat;
+use vmseal_control::setup::authority::REQUEST_MAX;
 use vmseal_secret::sealed_box::BOX_OVERHEAD;
 
-/// A name that a person chooses.
+mod together;
+
+use self::together::{
+    backup_with_passphrase, deep_or_with_provider, disks_or_policy, drive_with_order,
+    encryption_with_provider, format_with_protection, image_with_format, key_with_pool,
+    linked_with_snapshot, memory_of_pages, name_or_new_vm, policy_with_remote, stripes_in_objects,
+    suspended_at_rest, user_data_or_user,
+};
+
+/// A name that a person chooses, and no id. What is refused is a text: of null, where that is allowed, a pattern alone says nothing.
 fn name() -> Value {
-    json!({ "minLength": 1, "maxLength": NAME_MAX, "pattern": NAME_PATTERN })
+    let id = json!({ "type": "string", "pattern": ID_PATTERN });
+    json!({ "minLength": 1, "maxLength": NAME_MAX, "pattern": NAME_PATTERN, "not": id })
+}
+
+/// The name of a disk within its VM.
+fn disk_name() -> Value {
+    let mut limits = name();
+    extend(&mut limits, json!({ "maxLength": SERIAL_MAX }));
+    limits
+}
+
+/// The same of a disk that is added.
+fn added_disk_name() -> Value {
+    let mut limits = disk_name();
+    let refused = json!({ "anyOf": [limits["not"], { "const": CLOUD_INIT_DISK }] });
+    extend(&mut limits, json!({ "not": refused }));
+    limits
 }
 
 fn interface() -> Value {
-    json!({ "minLength": 1, "maxLength": INTERFACE_NAME_MAX, "pattern": INTERFACE_NAME_PATTERN })
+    json!({
+        "minLength": 1,
+        "maxLength": INTERFACE_NAME_MAX,
+        "pattern": INTERFACE_NAME_PATTERN,
+        "not": { "enum": INTERFACE_NAMES_REFUSED },
+    })
+}
+
+/// Where an agent is called.
+fn agent_address() -> Value {
+    json!({ "maxLength": ADDRESS_MAX, "pattern": ADDRESS_PATTERN })
+}
+
+/// Where a server over KMIP is.
+fn kmip_host() -> Value {
+    json!({ "minLength": 1, "maxLength": HOST_MAX, "pattern": HOST_PATTERN })
+}
+
+fn pem() -> Value {
+    json!({ "maxLength": PEM_MAX })
+}
+
+/// Bytes in base64.
+fn base64() -> Value {
+    json!({ "pattern": BASE64_PATTERN })
+}
+
+const BASE64_PATTERN: &str = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$";
+
+/// An absolute path of whatever is there.
+fn path() -> Value {
+    json!({ "pattern": "^/" })
+}
+
+/// The path of a datastore on a host.
+fn location_path() -> Value {
+    json!({ "pattern": "^/", "maxLength": LOCATION_PATH_MAX })
 }
 
 fn bitmap() -> Value {
@@ -64,9 +136,24 @@ fn fingerprint() -> Value {
     json!({ "pattern": FINGERPRINT_PATTERN })
 }
 
-/// A field of a pool of Ceph: neither an option nor with control characters.
+/// A field of a pool of Ceph.
 fn pool_field() -> Value {
-    json!({ "minLength": 1, "maxLength": POOL_FIELD_MAX, "pattern": "^[^-\\x00-\\x1f\\x7f]" })
+    json!({ "minLength": 1, "maxLength": POOL_FIELD_MAX, "pattern": POOL_FIELD_PATTERN })
+}
+
+fn pool_user() -> Value {
+    json!({ "maxLength": POOL_FIELD_MAX, "pattern": POOL_USER_PATTERN })
+}
+
+/// What pools can be made for, or what the cluster's usual rule says.
+fn domain_of_new_pools() -> Value {
+    let domains = CHOICES.into_iter().map(Some);
+    json!({ "enum": std::iter::once(None).chain(domains).collect::<Vec<_>>() })
+}
+
+/// The generation of a memory.
+fn generation() -> Value {
+    json!({ "maximum": GENERATION_MAX })
 }
 
 fn vcpus() -> Value {
@@ -74,7 +161,7 @@ fn vcpus() -> Value {
 }
 
 fn memory() -> Value {
-    json!({ "minimum": MEMORY_MIN, "maximum": MEMORY_MAX, "multipleOf": 1 << 20 })
+    json!({ "minimum": MEMORY_MIN, "maximum": MEMORY_MAX, "multipleOf": MEMORY_UNIT })
 }
 
 fn disk_size() -> Value {
@@ -88,90 +175,6 @@ fn shutdown_seconds() -> Value {
 /// No fields but those that are said.
 fn closed() -> Value {
     json!({ "additionalProperties": false })
-}
-
-/// An image has a format, and nothing else has one.
-fn image_with_format() -> Value {
-    let text = json!({ "type": "string" });
-    json!({ "anyOf": [
-        { "properties": { "image": text, "format": text }, "required": ["image", "format"] },
-        { "properties": { "image": { "type": "null" }, "format": { "type": "null" } } },
-    ] })
-}
-
-/// A format that is in the clear is said to be so, one with a passphrase has it, and no other has either.
-fn format_with_protection() -> Value {
-    let of = |format: ExportFormat| {
-        let plaintext = json!({ "const": format.is_plain() });
-        let passphrase = if format.has_passphrase() { "object" } else { "null" };
-        let required = [("plaintext", format.is_plain()), ("passphrase", format.has_passphrase())];
-        let required: Vec<_> =
-            required.iter().filter(|(_, is)| *is).map(|(name, _)| name).collect();
-        json!({
-            "properties": {
-                "format": { "const": format.name() },
-                "plaintext": plaintext,
-                "passphrase": { "type": passphrase },
-            },
-            "required": required,
-        })
-    };
-    use ExportFormat::{Luks2, Qcow2, Raw, Sealed};
-    let formats = [Raw, Qcow2, Luks2, Sealed].map(of);
-    json!({ "anyOf": formats })
-}
-
-/// A replica that is nowhere has no rate.
-fn replica_with_rate() -> Value {
-    let named = json!({ "type": "string", "minLength": 1 });
-    let nothing = json!({ "type": "null" });
-    json!({ "anyOf": [
-        { "properties": { "replicate_to": named }, "required": ["replicate_to"] },
-        { "properties": { "replicate_to": nothing } },
-        { "properties": { "replicate_rate": nothing } },
-    ] })
-}
-
-/// A provider from a backup is native, and has the backup's passphrase.
-fn backup_with_passphrase() -> Value {
-    let nothing = json!({ "type": "null" });
-    let object = json!({ "type": "object" });
-    let text = json!({ "type": "string" });
-    json!({ "anyOf": [
-        { "properties": { "backup": nothing, "backup_passphrase": nothing } },
-        {
-            "properties": { "kmip": nothing, "backup": text, "backup_passphrase": object },
-            "required": ["backup", "backup_passphrase"],
-        },
-    ] })
-}
-
-/// A VM that starts from the network has a network card.
-fn card_with_order() -> Value {
-    let network = json!({ "const": "network" });
-    json!({ "anyOf": [
-        { "properties": { "nics": { "minItems": 1 } }, "required": ["nics"] },
-        { "properties": { "hardware": { "properties": { "boot": { "not": { "contains": network } } } } } },
-    ] })
-}
-
-/// User-data is given, or made of a user's keys and password.
-fn user_data_or_user() -> Value {
-    let (text, nothing) = (json!({ "type": "string" }), json!({ "type": "null" }));
-    json!({ "anyOf": [
-        {
-            "properties": { "user_data": text, "user": nothing, "ssh_keys": { "maxItems": 0 }, "password_hash": nothing },
-            "required": ["user_data"],
-        },
-        {
-            "properties": { "user_data": nothing, "ssh_keys": { "minItems": 1 } },
-            "required": ["ssh_keys"],
-        },
-        {
-            "properties": { "user_data": nothing, "password_hash": text },
-            "required": ["password_hash"],
-        },
-    ] })
 }
 
 /// User-data of a kind that cloud-init knows, or nothing in it.
@@ -193,65 +196,19 @@ fn password_hash() -> Value {
     })
 }
 
-/// A linked clone stands on a snapshot.
-fn linked_with_snapshot() -> Value {
-    json!({ "anyOf": [
-        { "properties": { "linked": { "const": false } } },
-        { "properties": { "snapshot": { "type": "string" } }, "required": ["snapshot"] },
-    ] })
-}
-
-/// Data is encrypted again under the key-encryption key that is there, or another such key is taken.
-fn deep_or_with_provider() -> Value {
-    let nothing = json!({ "type": "null" });
-    json!({ "anyOf": [
-        {
-            "properties": { "deep": { "const": true }, "provider": nothing },
-            "required": ["deep"],
-        },
-        { "properties": {
-            "deep": { "const": false },
-            "rate": nothing,
-            "in_place": { "const": false },
-            "disks": { "maxItems": 0 },
-        } },
-    ] })
-}
-
-/// A VM of which some disks are decrypted keeps its policy.
-fn disks_or_policy() -> Value {
-    json!({ "anyOf": [
-        { "properties": { "disks": { "maxItems": 0 } } },
-        { "properties": { "policy": { "type": "null" } } },
-    ] })
-}
-
 /// What is sealed to a box, in base64: at least a byte.
 fn sealed() -> Value {
     json!({ "minLength": (BOX_OVERHEAD + 1).div_ceil(3) * 4, "pattern": "^[A-Za-z0-9+/]+=*$" })
 }
 
-/// A policy without encryption has no provider of keys.
-fn encryption_with_provider() -> Value {
-    json!({ "anyOf": [
-        { "properties": { "encryption": { "const": true } } },
-        { "properties": { "provider": { "type": "null" } } },
-    ] })
+/// The sizes that an object can have, in bytes: powers of two.
+fn object_sizes() -> impl Iterator<Item = u64> {
+    (0..).map(|power| OBJECT_SIZE_MIN << power).take_while(|size| *size <= OBJECT_SIZE_MAX)
 }
 
-/// A machine that starts from its CD-ROM drive has one.
-fn drive_with_order() -> Value {
-    let drive = json!({ "const": "cdrom" });
-    json!({ "anyOf": [
-        { "properties": { "cdrom": { "type": "object" } }, "required": ["cdrom"] },
-        { "properties": { "boot": { "not": { "contains": drive } } } },
-    ] })
-}
-
-/// A power of two from the least to the most that an object has, in bytes.
+/// The size of an object or of a stripe unit, or none.
 fn part_of_image() -> Value {
-    let sizes = (0..).map(|power| OBJECT_SIZE_MIN << power);
-    let sizes = sizes.take_while(|size| *size <= OBJECT_SIZE_MAX).map(Value::from);
+    let sizes = object_sizes().map(Value::from);
     json!({ "enum": std::iter::once(Value::Null).chain(sizes).collect::<Vec<_>>() })
 }
 
@@ -333,9 +290,11 @@ fn port(least: u16) -> Value {
 
 /// What the schemas of bodies get: by schema, or its variant, and field.
 fn of_bodies() -> Vec<(&'static str, Value)> {
-    let disk_name = json!({ "minLength": 1, "maxLength": SERIAL_MAX, "pattern": NAME_PATTERN });
-    let cache =
-        json!({ "minimum": CACHE_BYTES_MIN, "maximum": CACHE_BYTES_MAX, "multipleOf": 1 << 20 });
+    let cache = json!({
+        "minimum": CACHE_BYTES_MIN,
+        "maximum": CACHE_BYTES_MAX,
+        "multipleOf": CACHE_BYTES_MIN,
+    });
     vec![
         ("AddDatastore/properties/name", name()),
         ("AddPolicy/properties/name", name()),
@@ -347,7 +306,8 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("MoveKmipServer/properties/place", json!({ "minimum": 1, "maximum": SERVERS_MAX })),
         ("AddKmip/properties/servers", json!({ "minItems": 1, "maxItems": SERVERS_MAX })),
         ("CreateVm/properties/name", name()),
-        ("CreateVm", card_with_order()),
+        ("CreateVm", together::new_vm()),
+        ("CreateVm/properties/uefi_variables", path()),
         ("CreateVm/properties/description", description()),
         ("CloudInit", user_data_or_user()),
         ("CloudInit/properties/user_data", user_data()),
@@ -363,11 +323,11 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("CreateVm/properties/memory", memory()),
         ("CreateVm/properties/disks", json!({ "minItems": 1, "maxItems": DISKS_MAX })),
         ("CreateVm/properties/nics", json!({ "maxItems": NICS_MAX })),
-        ("AddDisk/properties/name", disk_name.clone()),
+        ("AddDisk/properties/name", added_disk_name()),
         ("AddDisk/properties/size", disk_size()),
         ("AddDisk/properties/image", file()),
         ("AddDisk", image_with_format()),
-        ("CreateDisk/properties/name", disk_name),
+        ("CreateDisk/properties/name", disk_name()),
         ("CreateDisk/properties/size", disk_size()),
         ("ResizeDisk/properties/size", disk_size()),
         ("CreateDisk/properties/image", file()),
@@ -376,8 +336,8 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         (
             "MacAddress",
             json!({
-                "pattern": "^[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$",
-                "not": { "const": "00:00:00:00:00:00" },
+                "pattern": MAC_PATTERN,
+                "not": { "enum": MACS_REFUSED },
             }),
         ),
         ("NicBackend/oneOf/0/properties/forwards", json!({ "maxItems": FORWARDS_MAX })),
@@ -385,19 +345,13 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("NicBackend/oneOf/2/properties/bridge", interface()),
         ("PortForward/properties/guest_port", port(1)),
         ("PortForward/properties/host_port", port(0)),
-        ("DatastoreLocation/oneOf/0/properties/path", json!({ "pattern": "^/" })),
-        ("DatastoreLocation/oneOf/1/properties/path", json!({ "pattern": "^/" })),
-        ("RbdPool/properties/keyring", json!({ "pattern": "^/" })),
-        (
-            "RbdPool/properties/user",
-            json!({ "pattern": "^client[.]", "maxLength": POOL_FIELD_MAX }),
-        ),
+        ("DatastoreLocation/oneOf/0/properties/path", location_path()),
+        ("DatastoreLocation/oneOf/1/properties/path", location_path()),
+        ("RbdPool/properties/keyring", path()),
+        ("RbdPool/properties/user", pool_user()),
         ("RbdPool/properties/monitors", pool_field()),
-        ("SetDatastore/properties/keyring", json!({ "pattern": "^/" })),
-        (
-            "SetDatastore/properties/user",
-            json!({ "pattern": "^client[.]", "maxLength": POOL_FIELD_MAX }),
-        ),
+        ("SetDatastore/properties/keyring", path()),
+        ("SetDatastore/properties/user", pool_user()),
         ("SetDatastore/properties/monitors", pool_field()),
         ("RbdPool/properties/pool", pool_field()),
         ("RbdPool/properties/namespace", pool_field()),
@@ -416,7 +370,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("TakeSnapshot/properties/name", name()),
         ("TakeSnapshot/properties/description", description()),
         ("CreateBackup/properties/name", name()),
-        ("CreateBackup/properties/directory", json!({ "pattern": "^/" })),
+        ("CreateBackup/properties/directory", path()),
         ("AddRemote/properties/name", name()),
         ("AddRemote/properties/url", url()),
         ("LookAtRemote/properties/url", url()),
@@ -438,7 +392,11 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("AdoptVms/properties/vcpus", vcpus()),
         ("AdoptVms/properties/memory", memory()),
         ("Rename/properties/name", name()),
-        ("GuestCommand/oneOf/1/properties/path", json!({ "minLength": 1 })),
+        (
+            "GuestCommand/oneOf/1/properties/path",
+            json!({ "minLength": 1, "maxLength": COMMAND_MAX }),
+        ),
+        ("GuestCommand/oneOf/1/properties/arguments/items", json!({ "maxLength": COMMAND_MAX })),
         ("GuestCommand/oneOf/1/properties/arguments", json!({ "maxItems": ARGUMENTS_MAX })),
         (
             "GuestCommand/oneOf/1/properties/seconds",
@@ -459,11 +417,8 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("SetVm/properties/labels", labels(&json!(["string", "null"]))),
         ("Replication/properties/bytes_per_second", replica_rate()),
         ("SetPolicy/properties/replicate_rate", replica_rate()),
-        ("SetPolicy", replica_with_rate()),
-        (
-            "DrainHost/properties/parallel",
-            none_or(json!({ "minimum": 1, "maximum": PARALLEL_MAX })),
-        ),
+        ("SetPolicy", together::changed_policy()),
+        ("DrainHost/properties/parallel", json!({ "minimum": 1, "maximum": PARALLEL_MAX })),
         ("CloneVm/properties/rate", rate()),
         ("CreateBackup/properties/rate", rate()),
         ("DecryptVm/properties/rate", rate()),
@@ -501,7 +456,10 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("Hardware/properties/boot", json!({ "uniqueItems": true })),
         ("SetVm/properties/boot", json!({ "uniqueItems": true })),
         ("Hardware", drive_with_order()),
-        ("Cdrom/properties/medium", json!({ "pattern": r"^/[^\x00-\x1f\x7f-\x9f]*$" })),
+        (
+            "Cdrom/properties/medium",
+            json!({ "pattern": r"^/[^\x00-\x1f\x7f-\x9f]*$", "maxLength": MEDIUM_PATH_MAX }),
+        ),
         ("ExportDisk", format_with_protection()),
         ("TrustServer", json!({ "minProperties": 1, "maxProperties": 1 })),
         ("TrustServer/properties/fingerprint", fingerprint()),
@@ -509,6 +467,36 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
             "ClientName/properties/common_name",
             json!({ "minLength": 1, "maxLength": COMMON_NAME_MAX, "pattern": COMMON_NAME_PATTERN }),
         ),
+        ("JoinHost/properties/address", agent_address()),
+        ("JoinHost/properties/certificate_request", json!({ "maxLength": REQUEST_MAX })),
+        ("ChangeHost/properties/address", agent_address()),
+        ("AddKmipServer/properties/host", kmip_host()),
+        ("SetKmipServer/properties/host", kmip_host()),
+        ("SetClientCertificate/properties/certificate", pem()),
+        ("TrustServer/properties/authorities", pem()),
+        ("AddProvider/properties/backup", base64()),
+        ("VerifyBackup/properties/backup", base64()),
+        ("AddDatastore", key_with_pool()),
+        ("NewPools/properties/failure_domain", domain_of_new_pools()),
+        ("ImageLayout", stripes_in_objects()),
+        ("MigrateVm", policy_with_remote()),
+        ("RestoreBackup", name_or_new_vm()),
+        ("BeginArrival", suspended_at_rest()),
+        ("ArrivingVm", memory_of_pages()),
+        ("ArrivingVm/properties/name", name()),
+        ("ArrivingVm/properties/description", description()),
+        ("ArrivingVm/properties/labels", labels(&json!("string"))),
+        ("ArrivingVm/properties/vcpus", vcpus()),
+        ("ArrivingVm/properties/memory", memory()),
+        ("ArrivingVm/properties/disks", json!({ "minItems": 1, "maxItems": DISKS_MAX })),
+        ("ArrivingVm/properties/snapshots", json!({ "maxItems": SNAPSHOTS_MAX })),
+        ("DiskOfArrival/properties/name", disk_name()),
+        ("DiskOfArrival/properties/size", json!({ "minimum": 1, "maximum": DISK_SIZE_MAX })),
+        ("SnapshotOfArrival/properties/name", name()),
+        ("SnapshotOfArrival/properties/description", description()),
+        ("SnapshotOfArrival/properties/memory_generation", generation()),
+        ("SuspendedMemory/properties/generation", generation()),
+        ("ArrivalSession/properties/streams", json!({ "maximum": u16::MAX })),
     ]
 }
 
@@ -517,7 +505,8 @@ fn of_parameters() -> Vec<(&'static str, Value)> {
     vec![
         ("bitmap", bitmap()),
         ("kinds", kinds()),
-        ("label", json!({ "pattern": "^[^=, ]+(=[^=,]*)?$" })),
+        ("label", json!({ "pattern": "^[^=]" })),
+        ("arrival", json!({ "format": "uuid" })),
     ]
 }
 
@@ -616,6 +605,60 @@ mod tests {
                 interface,
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn what_has_the_form_of_an_id_is_no_name() {
+        use vmseal_api::id::{NameError, check_name};
+        let id = "0190b5a0-0000-7000-8000-00000000000f";
+        let texts = [id, &id.replace('-', ""), &id.to_uppercase(), &id[1..], &id.replace('f', "g")];
+        for text in texts {
+            let is_id = check_name(text) == Err(NameError::LooksLikeId);
+            assert_eq!(matches(ID_PATTERN, text), is_id, "{text}");
+        }
+        let name = name();
+        assert_eq!(name["not"], json!({ "type": "string", "pattern": ID_PATTERN }));
+        assert_eq!(added_disk_name()["not"]["anyOf"][0], name["not"]);
+    }
+
+    #[test]
+    fn addresses_of_cards_and_servers_are_those_that_the_checks_accept() {
+        use rustls::pki_types::ServerName;
+        use vmseal_api::nic::{MacAddress, check_interface_name};
+        for text in [
+            "52:54:00:12:34:56",
+            "52-54-00-12-34-56",
+            "AA:bb:CC:00:00:01",
+            "52:54-00:12:34:56",
+            "52:54:00:12:34",
+            "01:00:5e:00:00:01",
+            "00:00:00:00:00:00",
+            "00-00-00-00-00-00",
+        ] {
+            let is = text.parse::<MacAddress>().is_ok_and(|mac| mac.check().is_ok());
+            assert_eq!(matches(MAC_PATTERN, text) && !MACS_REFUSED.contains(&text), is, "{text}");
+        }
+        for text in ["kms.example.org", "kms-1", "192.0.2.1", "2001:db8::1", "", "a b", "a/b"] {
+            assert_eq!(matches(HOST_PATTERN, text), ServerName::try_from(text).is_ok(), "{text}");
+        }
+        for name in INTERFACE_NAMES_REFUSED {
+            assert!(check_interface_name(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn fields_of_pools_are_those_that_the_checks_accept() {
+        let checked = |monitors: &str, user: &str| {
+            let pool = json!({ "monitors": monitors, "user": user, "pool": "vms" });
+            let pool: vmseal_api::datastore::RbdPool = serde_json::from_value(pool).unwrap();
+            pool.check().is_ok()
+        };
+        for text in ["v2:10.0.0.1:3300", "a b", "-a", "a-b", "a\nb", "a\u{85}", "\u{e4}", ""] {
+            assert_eq!(matches(POOL_FIELD_PATTERN, text), checked(text, "client.a"), "{text:?}");
+        }
+        for user in ["client.a", "client.", "a", "Client.a", "client.a\tb", "client.a\u{9f}"] {
+            assert_eq!(matches(POOL_USER_PATTERN, user), checked("a", user), "{user:?}");
         }
     }
 

@@ -138,6 +138,7 @@ mod tests {
             ("post", "vms", "507", "no-space"),
             ("post", "vms/{vm}/start", "423", "locked"),
             ("post", "vms/{vm}/reboot", "423", "locked"),
+            ("post", "vms/{vm}/resume", "422", "damaged"),
             ("post", "vms/{vm}/pause", "413", "too-large"),
             ("get", "datastores/{datastore}/scan", "502", "unreachable"),
             ("get", "datastores/{datastore}/scan", "409", "in-use"),

@@ -53,7 +53,7 @@ pub(super) struct ExposeQuery {
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     connect: bool,
-    /// Allow writes to the disk; its VM must be off.
+    /// Allow writes to the disk; its VM must be off. Not with `snapshot` or `sealed`.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     writable: bool,

@@ -74,7 +74,10 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 )
                 .with(routes!(vms::stop), [AsksHost, NeedsState, StartsTask])
                 .with(routes!(vms::suspend), [AsksHost, NeedsState, NeedsKey, StartsTask])
-                .with(routes!(vms::resume), [AsksHost, NeedsState, NeedsKey, StartsTask])
+                .with(
+                    routes!(vms::resume),
+                    [AsksHost, NeedsState, NeedsKey, NeedsMachine, OpensDisk, StartsTask],
+                )
                 .with(routes!(guests::reboot), [AsksHost, NeedsState, NeedsKey, StartsTask])
                 .with(routes!(guests::reset), [AsksHost, NeedsState])
                 .with(routes!(guests::pause), [AsksHost, NeedsState])

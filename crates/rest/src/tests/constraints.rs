@@ -3,14 +3,18 @@
 
 use serde_json::Map;
 use vmseal_api::cloud_init::{CLOUD_INIT_MAX, SSH_KEYS_MAX};
-use vmseal_api::guest::ARGUMENTS_MAX;
-use vmseal_api::request::DESCRIPTION_MAX;
+use vmseal_api::datastore::LOCATION_PATH_MAX;
+use vmseal_api::guest::{ARGUMENTS_MAX, COMMAND_MAX};
+use vmseal_api::request::{ADDRESS_MAX, DESCRIPTION_MAX};
 
 use super::*;
 
 const KEY: &str =
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHJhxkLn+YHX65YPCVcGZ8RSKxoP4rmWZeb/AIWRZfne me@here";
 const HASH: &str = "$6$saltsalt$qFmFH.bQmmtXzyBY0s9v7Oicd2z4XSIecDzlB5KiA2/jctKu9YterLp8wwnSq.qc.eoxqOmSuNp2xS0ktL3nh/";
+
+/// The form of an id, which no name has.
+const ID: &str = "0190b5a0-0000-7000-8000-000000000001";
 
 /// Checks values as JSON Schema does, by the keywords that limits are made of.
 struct Schemas(Value);
@@ -35,6 +39,7 @@ impl Schemas {
                 self.fits(self.0.pointer(place).unwrap(), it)
             }
             ("anyOf", _) => listed().any(|schema| self.fits(schema, it)),
+            ("allOf", _) => listed().all(|schema| self.fits(schema, it)),
             ("oneOf", _) => listed().filter(|schema| self.fits(schema, it)).count() == 1,
             ("not", _) => !self.fits(limit, it),
             ("const", _) => it == limit,
@@ -60,6 +65,9 @@ impl Schemas {
             }
             ("minimum", Value::Number(it)) => it.as_f64().unwrap() >= number,
             ("maximum", Value::Number(it)) => it.as_f64().unwrap() <= number,
+            ("multipleOf", Value::Number(it)) => {
+                it.as_u64().unwrap().is_multiple_of(limit.as_u64().unwrap())
+            }
             ("minProperties", Value::Object(fields)) => fields.len() as f64 >= number,
             ("maxProperties", Value::Object(fields)) => fields.len() as f64 <= number,
             _ => true,
@@ -100,6 +108,11 @@ struct Try {
     refused: Vec<(&'static str, Value, &'static str)>,
 }
 
+/// One network card that is connected to this.
+fn cards(backend: &Value) -> Value {
+    json!([{ "backend": backend }])
+}
+
 /// Bodies for VMs.
 fn of_vms() -> Vec<Try> {
     let long = json!("x".repeat(DESCRIPTION_MAX + 1));
@@ -114,6 +127,14 @@ fn of_vms() -> Vec<Try> {
             body: with(&new, "/cloud_init", told),
             refused: vec![
                 ("/description", long.clone(), "description"),
+                ("/name", json!(ID), "name"),
+                ("/disks/1/name", json!("cloud-init"), "disks[1].name"),
+                (
+                    "/nics",
+                    cards(&json!({ "kind": "bridge", "bridge": ".." })),
+                    "nics[0].backend.bridge",
+                ),
+                ("/uefi_variables", json!("/variables.fd"), "uefi_variables"),
                 ("/cloud_init/user", json!("Admin"), "cloud_init.user"),
                 ("/cloud_init/user", json!("root"), "cloud_init.user"),
                 ("/cloud_init/user", json!("x".repeat(33)), "cloud_init.user"),
@@ -134,6 +155,50 @@ fn of_vms() -> Vec<Try> {
                     user_data(&format!("#!{}", "x".repeat(CLOUD_INIT_MAX))),
                     "cloud_init",
                 ),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms?dry_run=true",
+            schema: "CreateVm",
+            body: with(&new, "/memory", json!(33 << 20)),
+            refused: vec![(
+                "/hardware",
+                json!({ "memory_backing": "hugepages" }),
+                "hardware.memory_backing",
+            )],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms?dry_run=true",
+            schema: "CreateVm",
+            body: with(&new, "/hardware", json!({ "firmware": "uefi", "tpm": true })),
+            refused: vec![
+                ("/disks/0/name", json!("uefi-variables"), "disks[0].name"),
+                ("/disks/0/name", json!("tpm"), "disks[0].name"),
+                ("/uefi_variables", json!("variables.fd"), "uefi_variables"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/disks?dry_run=true",
+            schema: "AddDisk",
+            body: json!({ "name": "more", "size": 1 << 20 }),
+            refused: vec![
+                ("/name", json!("cloud-init"), "name"),
+                ("/name", json!(ID), "name"),
+                ("/size", json!((1 << 20) + 1), "size"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/web/migrate?dry_run=true",
+            schema: "MigrateVm",
+            body: json!({ "rate": 1 << 20 }),
+            refused: vec![
+                ("/policy", json!("plain"), "policy"),
+                ("/rate", json!(1), "rate"),
+                ("/downtime_milliseconds", json!(5), "downtime_milliseconds"),
             ],
         },
         Try {
@@ -200,7 +265,11 @@ fn of_vms() -> Vec<Try> {
             path: "vms/none/guest",
             schema: "GuestCommand",
             body: json!({ "ask": "exec", "path": "/bin/true", "arguments": ["x"] }),
-            refused: vec![("/arguments", json!(vec!["x"; ARGUMENTS_MAX + 1]), "arguments")],
+            refused: vec![
+                ("/arguments", json!(vec!["x"; ARGUMENTS_MAX + 1]), "arguments"),
+                ("/arguments/0", json!("x".repeat(COMMAND_MAX + 1)), "arguments"),
+                ("/path", json!("x".repeat(COMMAND_MAX + 1)), "arguments"),
+            ],
         },
     ]
 }
@@ -241,12 +310,141 @@ fn of_others(api: &Api) -> Vec<Try> {
     ]
 }
 
+/// Bodies for policies, hosts and datastores.
+fn of_resources(api: &Api) -> Vec<Try> {
+    let striped = json!({ "object_size": 8192, "stripe_unit": 4096, "stripe_count": 2 });
+    let new = json!({ "name": "more", "encryption": false, "image_layout": striped });
+    let mut changed = striped;
+    changed["encryption"] = json!(false);
+    let directory = json!({ "kind": "dir", "path": "/more" });
+    let pool = |pool: Value| json!({ "kind": "rbd", "path": "/more", "pool": pool });
+    let monitors = json!({ "monitors": "192.0.2.1", "user": "client.a", "pool": "vms" });
+    let new_pools = with(&monitors, "/create", json!({ "failures": 1, "failure_domain": "row" }));
+    let key = api.sealed("datastore more", "a key");
+    vec![
+        Try {
+            method: Method::POST,
+            path: "policies?dry_run=true",
+            schema: "AddPolicy",
+            body: new,
+            refused: vec![
+                ("/image_layout/stripe_unit", json!(16384), "image_layout.stripe_unit"),
+                ("/image_layout/stripe_count", Value::Null, "image_layout.stripe_unit"),
+                ("/image_layout/stripe_unit", Value::Null, "image_layout.stripe_count"),
+                ("/provider", json!("keys"), "provider"),
+                ("/limits", json!({ "stall_timeout": 4 }), "limits.stall_timeout"),
+            ],
+        },
+        Try {
+            method: Method::PATCH,
+            path: "policies/plain?dry_run=true",
+            schema: "SetPolicy",
+            body: changed,
+            refused: vec![
+                ("/stripe_unit", json!(16384), "stripe_unit"),
+                ("/provider", json!("keys"), "provider"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "hosts/here/drain?dry_run=true",
+            schema: "DrainHost",
+            body: json!({ "parallel": 1 }),
+            refused: vec![("/parallel", json!(0), "parallel")],
+        },
+        Try {
+            method: Method::PATCH,
+            path: "hosts/here?dry_run=true",
+            schema: "ChangeHost",
+            body: json!({ "address": "[2001:db8::1]:8444" }),
+            refused: vec![
+                ("/address", json!("host.example"), "address"),
+                ("/address", json!("host.example:0"), "address"),
+                ("/address", json!("a b:1"), "address"),
+                ("/address", json!(format!("{}:8444", "x".repeat(ADDRESS_MAX))), "address"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "datastores?dry_run=true",
+            schema: "AddDatastore",
+            body: json!({ "name": "more", "host": "none", "location": directory }),
+            refused: vec![
+                ("/location/path", json!("more"), "location.path"),
+                (
+                    "/location/path",
+                    json!(format!("/{}", "x".repeat(LOCATION_PATH_MAX))),
+                    "location.path",
+                ),
+                ("/location", pool(new_pools), "location.pool.create"),
+                ("/osd_encryption", json!("yes"), "osd_encryption"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "providers?dry_run=true",
+            schema: "AddProvider",
+            body: json!({
+                "name": "more", "passphrase": api.sealed("more", "a passphrase"),
+                "kmip": { "servers": [{ "alias": "one", "host": "127.0.0.1", "port": 1 }] },
+            }),
+            refused: vec![
+                ("/kmip/servers/0/host", json!(""), "kmip.servers[0].host"),
+                ("/kmip/servers/0/host", json!("a/b"), "kmip.servers[0].host"),
+                ("/kmip/servers/0/alias", json!(ID), "kmip.servers[0].alias"),
+                ("/backup", json!("eA=="), "backup"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "datastores?dry_run=true",
+            schema: "AddDatastore",
+            body: json!({ "name": "more", "host": "none", "key": key, "location": pool(monitors) }),
+            refused: vec![("/location/pool/user", json!("a"), "location.pool.user")],
+        },
+    ]
+}
+
+/// A VM of another control plane.
+fn of_arrivals() -> Vec<Try> {
+    let disk =
+        json!({ "id": ID, "name": "root", "size": 1 << 20, "encrypted": false, "role": "data" });
+    let accelerator = json!({ "kind": "tcg", "reason": "of a test" });
+    vec![Try {
+        method: Method::POST,
+        path: "arrivals/check",
+        schema: "BeginArrival",
+        body: json!({
+            "vm": {
+                "id": ID, "name": "theirs", "has_key": false, "vcpus": 1, "memory": 33 << 20,
+                "hardware": {}, "disks": [disk],
+            },
+            "policy": "plain",
+            "source": {
+                "name": "there", "vmseal": "1", "accelerator": accelerator, "qemu": "9.0", "features": [],
+            },
+            "generation": 2,
+        }),
+        refused: vec![
+            ("/vm/name", json!("../x"), "vm.name"),
+            ("/vm/vcpus", json!(0), "vcpus"),
+            ("/vm/memory", json!(1), "memory"),
+            ("/vm/hardware", json!({ "memory_backing": "hugepages" }), "hardware.memory_backing"),
+            ("/vm/disks", json!([]), "vm.disks"),
+            ("/vm/disks/0/size", json!(0), "vm.disks"),
+            ("/vm/disks/0/role", json!("x"), "vm.disks[0].role"),
+            ("/suspended", json!({}), "suspended"),
+        ],
+    }]
+}
+
 #[tokio::test]
 async fn what_is_past_a_limit_is_refused_by_the_schema_and_by_the_service() {
     let api = Api::new().await;
     api.done(api.post("vms", vm()).await).await;
     let schemas = Schemas(document());
-    for Try { method, path, schema, body, refused } in of_vms().into_iter().chain(of_others(&api)) {
+    let tries = [of_vms(), of_others(&api), of_resources(&api), of_arrivals()];
+    for Try { method, path, schema, body, refused } in tries.into_iter().flatten() {
         let place = format!("/components/schemas/{schema}");
         let of = schemas.0.pointer(&place).unwrap_or_else(|| panic!("{place}"));
         assert!(schemas.fits(of, &body), "{schema} is not to have {body}");

@@ -14,7 +14,7 @@ use vmseal_api::model::{Lifecycle, TaskState};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{
     ArrivalAddress, ArrivalChecks, ArrivalSession, ArrivalShown, ArrivalState, ArrivingVm,
-    BeginArrival,
+    BeginArrival, GENERATION_MAX,
 };
 use vmseal_api::request::{DISK_SIZE_MAX, DISKS_MAX};
 
@@ -228,7 +228,7 @@ fn check_rest(request: &BeginArrival) -> Result<(), Problem> {
             "a VM that is suspended does not run: at_rest must be true",
         ));
     }
-    if memory.generation.is_some_and(|number| i64::try_from(number).is_err()) {
+    if memory.generation.is_some_and(|number| number > GENERATION_MAX) {
         let what = "there cannot be a memory of this generation";
         return Err(Problem::invalid("suspended.generation", what));
     }

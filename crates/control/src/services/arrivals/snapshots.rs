@@ -8,7 +8,7 @@ use vmseal_api::id::{SnapshotId, VmId, check_name};
 use vmseal_api::limits::SNAPSHOTS_MAX;
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::Problem;
-use vmseal_api::remote::{ArrivingVm, SnapshotOfArrival};
+use vmseal_api::remote::{ArrivingVm, GENERATION_MAX, SnapshotOfArrival};
 use vmseal_api::request::DESCRIPTION_MAX;
 
 use crate::store::snapshots::{self, Snapshot};
@@ -37,7 +37,7 @@ pub(super) fn check(vm: &ArrivingVm) -> Result<(), Problem> {
         if !snapshot.disks.iter().all(|kept| vm.disks.iter().any(|disk| disk.id == *kept)) {
             return wrong(format!("'{name}' keeps a disk that the VM does not have"));
         }
-        if snapshot.memory_generation.is_some_and(|number| i64::try_from(number).is_err()) {
+        if snapshot.memory_generation.is_some_and(|number| number > GENERATION_MAX) {
             return wrong(format!("'{name}' has a memory of a generation that there cannot be"));
         }
         if !is_rooted(snapshot, &parents) {

@@ -8,7 +8,7 @@ use vmseal_api::dump::PanicDump;
 use vmseal_api::host::Power;
 use vmseal_api::host::version::{MIGRATE_APART, MIGRATE_DISKS, MIGRATE_ENCRYPTED, MIGRATE_STATE};
 use vmseal_api::id::TaskId;
-use vmseal_api::migration::{MigrationEncryption, check_downtime};
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::model::{About, Plan, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ARRIVALS_COMPRESSED, ArrivalCheck, ArrivalChecks};
@@ -36,10 +36,6 @@ pub(super) async fn migrate(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::Migrate)?;
     let pace = crate::services::tasks::pace_of(request.rate)?;
-    if let Some(downtime) = request.downtime_milliseconds {
-        check_downtime(downtime)
-            .map_err(|wrong| Problem::invalid("downtime_milliseconds", wrong))?;
-    }
     require_no_replica(vm, disks)?;
     let (is_off, with) = (rest.is_some(), at_rest::With::of(disks, rest));
     let suspended = with.memory;
