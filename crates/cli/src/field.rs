@@ -259,6 +259,7 @@ mod tests {
         ("cloud_init", CREATE, "--cloud-init"),
         ("cloud_init.user_data", CREATE, "--cloud-init"),
         ("common_name", "vmseal provider certificate k --csr", "--common-name"),
+        ("discard_newer", "vmseal datastore adopt d --vm a --discard-newer", "--discard-newer"),
         ("compress", "vmseal vm migrate web --compress", "--compress"),
         ("cpu_model", "vmseal policy create p --plain", "--cpu-model"),
         ("datastore", "vmseal vm move web --datastore d", "--datastore"),
