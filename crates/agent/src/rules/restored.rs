@@ -25,11 +25,11 @@ pub fn check(spec: &VmSpec, there: &VmDescriptor) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, what))
 }
 
-/// What the descriptor has and the VM does not, for people. A descriptor without a MAC gives a VM nothing, and one under another key stays
-/// where the disks name that key.
+/// What the descriptor has and the VM does not, for people. A descriptor without a MAC gives a VM nothing. One under another key may be of
+/// after a recryption.
 fn newer(spec: &VmSpec, there: &VmDescriptor) -> Vec<String> {
-    let is_its_own = there.vm == spec.vm && there.key == spec.key;
-    if !is_its_own || spec.key.is_none() || there.mac.is_none() {
+    let has_keys = spec.key.is_some() && there.key.is_some();
+    if there.vm != spec.vm || !has_keys || there.mac.is_none() {
         return Vec::new();
     }
     let mut newer = Vec::new();
@@ -128,10 +128,13 @@ mod tests {
         check(&grown, &of(&spec, Some(&kek))).unwrap();
         let renamed = VmSpec { name: "other".to_owned(), vcpus: 9, ..spec.clone() };
         check(&spec, &of(&renamed, Some(&kek))).unwrap();
-        // What nobody vouches for, and what another rule keeps.
-        check(&spec, &of(&grown, None)).unwrap();
+        // What was recrypted as well.
         let key = Some(keys::reference_of(&kek, spec.vm, "b"));
-        check(&spec, &of(&VmSpec { key, ..grown.clone() }, Some(&kek))).unwrap();
+        let recrypted = VmSpec { key, ..spec.clone() };
+        check(&spec, &of(&recrypted, Some(&kek))).unwrap();
+        check(&recrypted, &of(&grown, Some(&kek))).unwrap_err();
+        // What nobody vouches for.
+        check(&spec, &of(&grown, None)).unwrap();
         let plain = VmSpec { key: None, ..spec.clone() };
         check(&plain, &of(&VmSpec { key: None, ..grown }, None)).unwrap();
     }
