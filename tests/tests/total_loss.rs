@@ -144,13 +144,23 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
     };
     eventually("its descriptor has the card", described).unwrap();
 
+    // Its host restarts, too, and has to be told of its VMs.
     here.lose_server().unwrap();
+    here.kill_agent();
     let restore =
         ["server", "restore", &backup, "--data-dir", &data_dir, "--passphrase-file", &given];
     here.vmseal(&restore).unwrap();
     here.start_server().unwrap();
-    here.wait_host().unwrap();
+    here.start_agent().unwrap();
+    here.wait_alarm("web", "inventory-older").unwrap();
     assert_eq!(here.vm("web").unwrap()["disks"], old["disks"]);
+    let id = new["id"].as_str().unwrap();
+    for change in [&["vm", "start", "web"][..], &["nic", "add", "web", "--nic", "user,name=third"]]
+    {
+        let refused = here.refused(change).unwrap();
+        assert!(refused.contains(&format!("datastore adopt local --vm {id}")), "{refused}");
+    }
+    assert!(described().is_some(), "the descriptor was overwritten with the older devices");
     let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
     assert_eq!(line(&tried, "web")["status"], "possible", "{tried}");
     assert_eq!(line(&tried, "web")["newer"].as_array().unwrap().len(), 3, "{tried}");
@@ -168,6 +178,7 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
         (last["name"].clone(), last["mac"].clone())
     };
     assert_eq!(card(&after), card(&new));
+    here.wait_no_alarm("web", "inventory-older").unwrap();
     assert_eq!(here.boot_counter("web").unwrap(), 2);
     stop(&here, "web");
     let again = here.json(&["datastore", "adopt", "local"]).unwrap();

@@ -5,6 +5,7 @@ pub mod boot;
 pub mod exclusion;
 mod jobs;
 pub mod plugging;
+pub mod restored;
 pub mod set_running;
 
 pub use self::jobs::{

@@ -29,6 +29,10 @@ pub struct AdoptVms {
     /// cards are then whatever somebody wrote to the datastore.
     #[serde(default)]
     pub unauthenticated: bool,
+    /// Keep these VMs, which the inventory has, as it has them: what is newer in their descriptors is given up, and these are written
+    /// again. For VMs that are named, after the server was restored from a backup.
+    #[serde(default)]
+    pub discard_newer: bool,
 }
 
 /// A new name of a VM.

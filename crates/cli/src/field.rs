@@ -266,6 +266,7 @@ mod tests {
         ("disks", "vmseal vm clone web new --datastore d", "--datastore"),
         ("description", "vmseal snapshot create web", "--description"),
         ("directory", "vmseal backup create web", "--to"),
+        ("discard_newer", "vmseal datastore adopt d --vm a --discard-newer", "--discard-newer"),
         ("disks", CREATE, "--disk"),
         ("disks", "vmseal vm recrypt web --deep --disk a", "--disk"),
         ("disks[0]", CREATE, "--disk (the 1st)"),

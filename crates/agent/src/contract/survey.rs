@@ -1,8 +1,8 @@
 //! What a host says of a datastore to an inventory that knows nothing of it, and of what VMs use.
 
-use vmseal_api::host::AboutVm;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::FoundDescriptor;
+use vmseal_api::host::{AboutVm, VmChange};
 
 use super::*;
 
@@ -59,6 +59,13 @@ pub async fn of_running(agent: &dyn HostAgent, session: &Session) {
     done(agent.register_vm(spec.clone()).await, "and without");
     described_as(agent, session, "no policy", |it| it.policy.is_none()).await;
     described_as(agent, session, "what was said before", |it| it.about == said).await;
+    // An inventory that was restored and lacks a disk or a card of it is not to write over that.
+    let ask = |spec: VmSpec| {
+        agent.examine_change(session.vm(), VmChange::Restored { spec: Box::new(spec) })
+    };
+    done(ask(spec.clone()).await, "restored, and the same");
+    let fewer = VmSpec { devices: spec.devices[1..].to_vec(), ..spec.clone() };
+    refused(ask(fewer).await, ErrorCode::WrongState, "restored, and older");
     let usage = done(agent.usage().await, "usage");
     let used = usage.vms.iter().find(|used| used.vm == session.vm()).expect("it runs");
     assert!(used.counters.memory_resident > 0, "{used:?}");

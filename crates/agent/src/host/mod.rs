@@ -67,6 +67,7 @@ use crate::storage::medium;
 use crate::storage::pool;
 use crate::storage::pool_keys;
 use crate::storage::remount;
+use crate::storage::restored;
 use crate::storage::shared;
 use crate::storage::survey;
 use crate::storage::transfer::TransferDirectories;
@@ -503,6 +504,10 @@ impl HostAgent for RealHost {
     }
 
     async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem> {
+        // Asked before the VM is registered: what this host knows of it does not matter.
+        if let VmChange::Restored { spec } = &change {
+            return restored::examine(spec).await;
+        }
         self.vm(vm).await?.ask(vm, |reply| Call::ExamineChange(change, reply)).await
     }
 

@@ -8,7 +8,7 @@ use super::Inside;
 use super::starting::AtStart;
 use crate::rules::exclusion::Action;
 use crate::rules::plugging::{with_disk, with_link, with_nic, without_disk, without_nic};
-use crate::rules::{self, find_disk};
+use crate::rules::{self, find_disk, restored};
 
 impl Inside {
     pub fn examine_change(&mut self, vm: VmId, change: &VmChange) -> Result<(), Problem> {
@@ -46,6 +46,10 @@ impl Inside {
             VmChange::SetLink { nic, link } => {
                 let new = with_link(self.known(vm)?.registered(), *nic, *link)?;
                 self.examine_registration(&new)
+            }
+            VmChange::Restored { spec } => {
+                let all = self.persisted.descriptors.iter().filter(|((_, of), _)| *of == spec.vm);
+                all.map(|(_, there)| there).try_for_each(|there| restored::check(spec, there))
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Makes descriptors of VMs, and checks who made one.
 
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
@@ -9,7 +10,7 @@ use vmseal_api::host::descriptor::{
     DescribedDisk, DescribedReplica, DescribedSnapshot, LENGTH_MAX, VERSION, VmDescriptor,
     WITHOUT_ABOUT, WITHOUT_SNAPSHOTS, parse,
 };
-use vmseal_api::host::{AboutVm, KeyReference, SnapshotSpec, VmSpec};
+use vmseal_api::host::{AboutVm, DatastoreSpec, KeyReference, SnapshotSpec, VmSpec};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -45,6 +46,19 @@ fn read_bounded(path: &Path, to: &mut Vec<u8>) -> io::Result<()> {
         return Err(io::Error::other("it is no regular file"));
     }
     file.take(LENGTH_MAX as u64 + 1).read_to_end(to).map(drop)
+}
+
+/// The datastores that have a descriptor of a VM.
+#[must_use]
+pub fn places_of(spec: &VmSpec) -> BTreeMap<DatastoreId, DatastoreSpec> {
+    let mut places = BTreeMap::new();
+    for disk in spec.disks() {
+        let replica = disk.replica.as_ref().map(|replica| &replica.datastore);
+        for place in [Some(&disk.datastore), replica].into_iter().flatten() {
+            places.insert(place.datastore, place.clone());
+        }
+    }
+    places
 }
 
 /// The descriptor of a VM for the datastore `here`, authenticated if its KEK is at hand. `before` is the one that is there.

@@ -51,6 +51,7 @@ pub(crate) mod pool_ways;
 pub(crate) mod proof;
 pub(crate) mod remount;
 pub(crate) mod replica;
+pub(crate) mod restored;
 pub(crate) mod sealed;
 pub(crate) mod sealed_keys;
 pub(crate) mod sent_memory;

@@ -3,12 +3,13 @@
 use serde::{Deserialize, Serialize};
 
 use super::disk::DiskSpec;
-use super::version::{EXAMINE_CHANGE, EXAMINE_NIC_CHANGE};
+use super::version::{COMPARE_RESTORED, EXAMINE_CHANGE, EXAMINE_NIC_CHANGE};
+use super::vm::VmSpec;
 use crate::boot::BootDevice;
 use crate::id::{DiskId, NicId};
 use crate::nic::{NicLink, NicSpec};
 
-/// A change of a registered VM.
+/// A change of a VM, which is registered unless it says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "change", rename_all = "snake_case", deny_unknown_fields)]
 pub enum VmChange {
@@ -62,6 +63,13 @@ pub enum VmChange {
         /// Whether it is plugged in then.
         link: NicLink,
     },
+    /// The VM is registered as an inventory has it that was restored from a backup. Refused with `wrong-state` where a descriptor on its
+    /// datastores, under the same key, has disks, sizes of disks or network cards that this lacks, and where one cannot be looked at. The host
+    /// need not know the VM.
+    Restored {
+        /// The VM.
+        spec: Box<VmSpec>,
+    },
 }
 
 impl VmChange {
@@ -76,6 +84,7 @@ impl VmChange {
             Self::AddNic { .. } | Self::RemoveNic { .. } | Self::SetLink { .. } => {
                 EXAMINE_NIC_CHANGE
             }
+            Self::Restored { .. } => COMPARE_RESTORED,
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 78] = [
+pub const FEATURES: [&str; 79] = [
     "job-create",
     "job-export",
     NICS,
@@ -103,6 +103,7 @@ pub const FEATURES: [&str; 78] = [
     FENCE_VMS,
     POOL_WAYS,
     STALLS,
+    COMPARE_RESTORED,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -298,6 +299,10 @@ pub const EXAMINE_CHANGE: &str = "examine-change";
 
 /// The feature of agents that say so of changes of network cards, too.
 pub const EXAMINE_NIC_CHANGE: &str = "examine-nic-change";
+
+/// The feature of agents that say whether the descriptors of a VM know more of it than an inventory that was restored
+/// ([`super::VmChange::Restored`]).
+pub const COMPARE_RESTORED: &str = "compare-restored";
 
 /// The feature of agents that work with a datastore which other hosts use, too.
 pub const SHARED_DATASTORES: &str = "shared-datastores";

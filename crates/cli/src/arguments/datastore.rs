@@ -110,6 +110,9 @@ pub struct Adopt {
     /// Take encrypted VMs also where their descriptors are not authenticated: as somebody wrote them to the datastore
     #[arg(long)]
     pub unauthenticated: bool,
+    /// After the server was restored from a backup, keep VMs as the inventory has them, and give up what is newer in their descriptors
+    #[arg(long, requires = "vms")]
+    pub discard_newer: bool,
     #[command(flatten)]
     pub wait: Wait,
     #[command(flatten)]

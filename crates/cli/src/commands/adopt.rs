@@ -9,8 +9,9 @@ use crate::exit::{Ended, Exit};
 use crate::print::{self, adoption};
 
 pub async fn run(server: &ServerClient, output: Output, adopt: Adopt) -> anyhow::Result<()> {
-    let Adopt { name, vms, rename, policy, vcpus, memory, unauthenticated, wait, dry_run } = adopt;
-    let request = AdoptVms { vms, rename, policy, vcpus, memory, unauthenticated };
+    let Adopt { name, vms, rename, policy, vcpus, memory, .. } = adopt;
+    let Adopt { unauthenticated, discard_newer, wait, dry_run, .. } = adopt;
+    let request = AdoptVms { vms, rename, policy, vcpus, memory, unauthenticated, discard_newer };
     let tried = if dry_run.dry_run { "?dry_run=true" } else { "" };
     let found: Adoption = server.post(&format!("datastores/{name}/adopt{tried}"), &request).await?;
     adoption::show(output, &found)?;

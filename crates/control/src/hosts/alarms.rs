@@ -79,6 +79,17 @@ pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec
     vms.iter().filter_map(of).collect()
 }
 
+/// The alarm about a VM of which its descriptors know more than the inventory, or may do.
+#[must_use]
+pub fn older(vm: &Vm, why: &Problem) -> RaisedAlarm {
+    RaisedAlarm {
+        code: "inventory-older",
+        target: vm.name.clone(),
+        detail: why.detail.clone(),
+        reason: None,
+    }
+}
+
 fn of_vm(
     vm: &Vm,
     seen: &VmState,

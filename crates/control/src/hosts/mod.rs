@@ -19,6 +19,7 @@ pub(crate) mod pool_keys;
 mod preparing;
 mod registration;
 pub mod reports;
+pub(crate) mod restored;
 #[cfg(test)]
 mod tests;
 

@@ -42,7 +42,7 @@ use super::keys::Purpose;
 use super::left;
 use super::panics;
 use super::pool_keys;
-use super::{HostView, is_silence, registration};
+use super::{HostView, is_silence, registration, restored};
 use crate::locks::Locks;
 use crate::operation::Operation;
 use crate::providers::Providers;
@@ -57,6 +57,10 @@ use crate::store::{self, Store, StoreError, Write};
 /// The pause before a host that does not answer is asked again, at first and at most: an agent that restarts is
 /// noticed at once, and one that stays away costs little.
 const RECONNECT: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+
+/// The pause before a VM is compared with its descriptors again that may know more: a datastore that did not answer does, or an operator
+/// has looked at it. What the server itself changes is seen at once.
+const COMPARE_AGAIN: Duration = Duration::from_secs(30);
 
 /// A monitor's state.
 enum Phase {
@@ -78,6 +82,11 @@ pub(super) struct Monitor {
     view: watch::Sender<HostView>,
     /// Delivers keys in this run of the agent.
     deliveries: KeyDeliveries,
+    /// VMs of which their descriptors know more than the inventory, which was restored from a backup, or may do, as one cannot be
+    /// looked at; why, and when the host was asked.
+    older: HashMap<VmId, (Problem, Instant)>,
+    /// Whether all VMs are yet to be compared with their descriptors.
+    compares_all: bool,
     /// Rung when the inventory's VMs of the host have changed.
     wake: Arc<Notify>,
 }
@@ -94,7 +103,20 @@ impl Monitor {
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
         let deliveries = KeyDeliveries::default();
-        Self { id, name, store, providers, agent, locks, view, deliveries, wake }
+        let (older, compares_all) = (HashMap::new(), true);
+        Self {
+            id,
+            name,
+            store,
+            providers,
+            agent,
+            locks,
+            view,
+            deliveries,
+            older,
+            compares_all,
+            wake,
+        }
     }
 
     /// Runs until it is dropped.
@@ -164,6 +186,7 @@ impl Monitor {
 
     async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
         self.deliveries = KeyDeliveries::default();
+        self.compares_all = true;
         let settled = async {
             let state = self.agent.state_now().await?;
             if state.incarnation != description.incarnation {
@@ -276,6 +299,7 @@ impl Monitor {
         state: &HostState,
     ) -> Result<(), Problem> {
         let vms = store::vms::on_host(&mut *self.store.read().await?, self.id).await?;
+        self.compare(&vms, description).await?;
         let seen = |vm: VmId| state.vms.iter().find(|seen| seen.vm == vm);
         for vm in vms.iter().filter(|vm| vm.lifecycle == Lifecycle::Ready) {
             if seen(vm.id).is_some_and(|seen| {
@@ -330,6 +354,41 @@ impl Monitor {
         Ok(evacuated::forget(&self.store, (&*self.name, self.id), gone).await?)
     }
 
+    /// Compares VMs of an inventory that was restored with their descriptors: all of them when the agent has been reached, and then
+    /// again those of which more is there. Fails only if the host does not answer.
+    async fn compare(&mut self, vms: &[Vm], description: &HostDescription) -> Result<(), Problem> {
+        if restored::restored(&mut *self.store.read().await?).await?.is_none() {
+            self.older.clear();
+            self.compares_all = false;
+            return Ok(());
+        }
+        self.older.retain(|vm, _| vms.iter().any(|known| known.id == *vm));
+        let all = self.compares_all;
+        let asked: Vec<VmId> =
+            vms.iter().map(|vm| vm.id).filter(|vm| all || self.older.contains_key(vm)).collect();
+        for id in asked {
+            let _unchanged = self.locks.lock(id).await;
+            let Some((vm, spec)) = registration::read(&self.store, id).await? else { continue };
+            let waits = !all
+                && self.older.get(&id).is_some_and(|(_, at)| at.elapsed() < COMPARE_AGAIN)
+                && restored::is_uncertain(&mut *self.store.read().await?, &vm).await?;
+            if waits || vm.host != self.id {
+                continue;
+            }
+            let known = (&vm, &spec);
+            match restored::settle(&self.store, &*self.agent, Some(description), known).await {
+                Ok(_) => drop(self.older.remove(&id)),
+                Err(problem) if is_silence(&problem) => return Err(problem),
+                Err(problem) => {
+                    tracing::warn!(vm = vm.name, %problem, "its host is not told of it");
+                    self.older.insert(id, (problem, Instant::now()));
+                }
+            }
+        }
+        self.compares_all = false;
+        Ok(())
+    }
+
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.
     async fn register(
         &self,
@@ -344,6 +403,8 @@ impl Monitor {
         }
         // The agent has adopted a running VM with its whole definition.
         if seen.is_none_or(|seen| seen.power == Power::Off) {
+            let known = (&vm, &spec);
+            restored::settle(&self.store, &*self.agent, Some(description), known).await?;
             self.agent.register_vm(registration::for_agent(spec, Some(description))).await?;
         }
         Ok(true)
@@ -396,6 +457,8 @@ impl Monitor {
             return Ok(());
         }
         let again = async {
+            let known = (&vm, &spec);
+            restored::settle(&self.store, &*self.agent, Some(description), known).await?;
             self.agent.unregister_vm(vm.id).await?;
             let spec = registration::for_agent(spec, Some(description));
             self.agent.register_vm(spec).await
@@ -465,6 +528,8 @@ impl Monitor {
         let mut raised = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
         raised.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));
+        let older = |vm: &Vm| Some(alarms::older(vm, &self.older.get(&vm.id)?.0));
+        raised.extend(vms.iter().filter_map(older));
         raised.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));
         let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);

@@ -9,7 +9,7 @@ use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::Hosts;
+use super::{Hosts, restored};
 use crate::store::datastores;
 use crate::store::disks::{self, Disk};
 use crate::store::nics;
@@ -167,6 +167,7 @@ pub async fn register_with(
     let Some((vm, mut spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };
+    settle(store, hosts, &vm, &spec).await?;
     spec.devices.retain(|it| !matches!(it, Device::Disk(known) if known.disk == disk.id));
     spec.devices.push(Device::Disk(DiskSpec { facts: None, ..spec_of_disk(disk) }));
     // Hosts take the disk with a TPM's key for a VM with a TPM alone.
@@ -179,15 +180,26 @@ pub async fn register_with(
 /// Registers a VM on its host, as the inventory has it now.
 ///
 /// # Errors
-/// `not-found`: the inventory does not have it; or the host's.
+/// `not-found`: the inventory does not have it; `wrong-state`: it is newer on its datastore, and the server was restored; or the host's.
 pub async fn register(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Problem> {
     let _unchanged = hosts.lock(vm).await;
     let Some((vm, spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };
+    settle(store, hosts, &vm, &spec).await?;
     let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
     hosts.agent(vm.host)?.register_vm(spec).await?;
     Ok(vm)
+}
+
+/// Compares a VM of an inventory that was restored, before it is registered.
+async fn settle(store: &Store, hosts: &Hosts, vm: &Vm, spec: &VmSpec) -> Result<(), Problem> {
+    let (agent, description) = (hosts.agent(vm.host)?, hosts.view(vm.host).description);
+    if restored::settle(store, &*agent, description.as_deref(), (vm, spec)).await? {
+        // Its alarm, if there is one, is over.
+        hosts.look_again(vm.host);
+    }
+    Ok(())
 }
 
 /// Registers a VM on its host without the key that the inventory has of it. A host where a file is under the key refuses.
@@ -199,6 +211,7 @@ pub async fn register_without_key(store: &Store, hosts: &Hosts, vm: VmId) -> Res
     let Some((vm, spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };
+    settle(store, hosts, &vm, &spec).await?;
     let spec = VmSpec { key: None, ..spec };
     let spec = for_agent(spec, hosts.view(vm.host).description.as_deref());
     hosts.agent(vm.host)?.register_vm(spec).await

@@ -126,6 +126,12 @@ pub async fn adopt(
         if let Some(definition) = definition.filter(|_| !dry_run) {
             begin(services, caller, definition, &mut line).await?;
         }
+        if request.discard_newer
+            && !dry_run
+            && let Some(vm) = known.vms.get(&line.vm)
+        {
+            newer::discard(services, caller, vm).await?;
+        }
         lines.push(line);
     }
     Ok(Adoption { datastore: known.datastore.name, vms: lines, incomplete })
@@ -135,6 +141,10 @@ fn check(request: &AdoptVms) -> Result<(), Problem> {
     for rename in &request.rename {
         check_name(&rename.name)
             .map_err(|error| Problem::invalid("rename", format!("'{}': {error}", rename.name)))?;
+    }
+    if request.discard_newer && request.vms.is_empty() {
+        let what = "needs the VMs that are to be kept as the inventory has them (--vm)";
+        return Err(Problem::invalid("discard_newer", what));
     }
     request.vcpus.map_or(Ok(()), check_vcpus)?;
     request.memory.map_or(Ok(()), check_memory)
@@ -323,7 +333,18 @@ fn judge(
         newer: Vec::new(),
     };
     if let Some(vm) = known.vms.get(&found.vm) {
+        if request.discard_newer {
+            line.status = AdoptStatus::Known;
+            line.name = Some(vm.name.clone());
+            line.newer = newer(known, &found);
+            line.detail = "it is kept as the inventory has it".to_owned();
+            return (line, None);
+        }
         return judge_known(known, vm, found, line);
+    }
+    if request.discard_newer {
+        line.detail = "the inventory does not have it: there is nothing to keep".to_owned();
+        return (line, None);
     }
     let (descriptor, made) = match found.descriptor {
         FoundDescriptor::Read { descriptor, made } => (*descriptor, made),

@@ -9,6 +9,7 @@ use vmseal_api::request::SetNic;
 use super::caller::{Caller, Privilege};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, examine_change};
+use crate::hosts::restored;
 use crate::store::events::NewEvent;
 use crate::store::{nics, vms};
 
@@ -26,6 +27,7 @@ pub async fn set(
     let mut read = services.store.read().await?;
     let vm = vms::find(&mut read, vm).await?.ok_or_else(|| Problem::not_found("VM", vm))?;
     let known = nics::of_vm(&mut read, vm.id).await?;
+    restored::require_certain(&mut read, &vm).await?;
     drop(read);
     require_ready(&vm)?;
     require_no_template(&vm)?;

@@ -21,6 +21,7 @@ use super::set_policy::{Need, layout_of, model_name, needs, osds_of, redundancy_
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room, saved_memory};
+use crate::hosts::restored;
 use crate::store::events::NewEvent;
 use crate::store::{disks, nics, policies, snapshots, tasks, vms};
 
@@ -51,6 +52,7 @@ pub async fn set(
     let before = vms::get(&mut write, id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
     require_ready(&before)?;
     require_free(&mut write, &before).await?;
+    restored::require_certain(&mut write, &before).await?;
     let view = services.hosts.view(before.host);
     let runs = view.vm(id).is_some_and(|seen| seen.power != Power::Off);
     let mut after = changed(&before, &request)?;

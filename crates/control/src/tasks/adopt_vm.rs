@@ -186,10 +186,10 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 /// Whether the host is left as it is when the adoption of a VM that the inventory has is undone. It writes descriptors of what a VM is
-/// registered as, under the key that the VM has: registered as the inventory has it, there would be nothing to adopt any more. The start
-/// of the VM, and each change of it, registers it in any case.
+/// registered as: registered as the inventory has it, there would be nothing to adopt any more. It is not told of the VM so
+/// before the VM is adopted, or kept (docs/decisions/287).
 fn keeps_descriptor(definition: &Definition) -> bool {
-    definition.replaces_devices.is_some() && definition.replaces == definition.spec.key
+    definition.replaces_devices.is_some()
 }
 
 /// Adds the VM to the inventory.

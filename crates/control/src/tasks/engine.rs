@@ -24,7 +24,7 @@ use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
 use super::steps;
-use crate::hosts::Hosts;
+use crate::hosts::{Hosts, restored};
 use crate::operation::{Operation, Placed};
 use crate::providers::Providers;
 use crate::remotes::Remotes;
@@ -103,7 +103,8 @@ impl Engine {
     /// Writes a new task in the transaction `write`; [`Engine::begin`] follows once that is committed.
     ///
     /// # Errors
-    /// `wrong-state` while the VM has another task, or the host on which the task would have it is emptied.
+    /// `wrong-state` while the VM has another task, or the host on which the task would have it is emptied, or while its descriptors may
+    /// know more of it than an inventory that was restored.
     pub async fn record(
         write: &mut Write<'_>,
         operation: Operation,
@@ -125,6 +126,7 @@ impl Engine {
         plan: TaskSchedule,
     ) -> Result<Task, Problem> {
         require_active(write, &operation).await?;
+        restored::require_for_task(write, &operation).await?;
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
             id: plan.id.unwrap_or_default(),

@@ -2,7 +2,6 @@
 //! the key is there that authenticates them. A datastore that does not answer holds up nothing. A descriptor that names the
 //! key of the disks stays as it is where the VM is registered with another one: that is a notice.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,7 +11,6 @@ use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
 use vmseal_api::host::{DatastoreSpec, Notice, NoticeCode, VmSpec};
-use vmseal_api::id::DatastoreId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -51,13 +49,7 @@ impl Owner {
         let Ok(kek) = self.clone_kek() else { return };
         // What the next start is to have is what the inventory has.
         let spec = self.next.as_ref().unwrap_or(&self.spec).clone();
-        let mut places: BTreeMap<DatastoreId, DatastoreSpec> = BTreeMap::new();
-        for disk in spec.disks() {
-            let replica = disk.replica.as_ref().map(|replica| &replica.datastore);
-            for place in [Some(&disk.datastore), replica].into_iter().flatten() {
-                places.insert(place.datastore, place.clone());
-            }
-        }
+        let places = descriptor::places_of(&spec);
         let before: Option<JoinHandle<()>> = self.describing.take();
         let tell = self.tell_other_key.clone();
         self.describing = Some(tokio::spawn(async move {
@@ -161,7 +153,7 @@ fn opened(path: &Path) -> Result<Option<File>, Problem> {
 #[cfg(test)]
 mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
-    use vmseal_api::id::DiskId;
+    use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_secret::{DEK_LEN, KEK_LEN};
 
     use super::*;

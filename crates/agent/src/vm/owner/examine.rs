@@ -7,6 +7,7 @@ use super::Owner;
 use crate::rules::exclusion::Action;
 use crate::rules::find_disk;
 use crate::rules::plugging::{with_disk, with_link, with_nic, without_disk, without_nic};
+use crate::storage::restored;
 
 impl Owner {
     /// Checks that the VM could be changed so.
@@ -41,6 +42,7 @@ impl Owner {
                 let new = with_link(self.registered(), nic, link)?;
                 self.examine_registration(&new).await
             }
+            VmChange::Restored { spec } => restored::examine(&spec).await,
         }
     }
 

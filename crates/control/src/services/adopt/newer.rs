@@ -19,21 +19,13 @@ use vmseal_api::size::Size;
 
 use super::rekeyed::encrypted;
 use super::{Known, check_image, check_nics, is_made_with, place};
+use crate::hosts::restored;
 use crate::operation::Definition;
 use crate::services::caller::{Caller, Privilege};
 use crate::services::{Services, hardware};
 use crate::store::StoreError;
-use crate::store::events::{self, Filter};
+use crate::store::events::NewEvent;
 use crate::store::vms::Vm;
-
-/// The events after which the inventory knows a VM better than descriptors from before, and what each means, for people. A VM that came
-/// after the server was restored is not in the backup: nothing of it can be newer than the inventory.
-const KNOWN_SINCE: [(&str, &str); 4] = [
-    ("vm.changed", "the VM was changed here since the server was restored"),
-    ("vm.created", "the VM was created here since the server was restored"),
-    ("vm.adopted", "the VM was adopted here since the server was restored"),
-    ("vm.arrived", "the VM came here from another control plane since the server was restored"),
-];
 
 /// What a VM that the inventory has gets, if its descriptor is authentic.
 #[derive(Clone)]
@@ -98,6 +90,29 @@ pub(super) fn detail(definition: &Definition) -> String {
     }
 }
 
+/// Keeps a VM as the inventory has it: nothing of what is newer on its datastores is taken any more, and its host writes descriptors of what
+/// the inventory says when it is told of the VM the next time.
+pub(super) async fn discard(
+    services: &Services,
+    caller: &Caller,
+    vm: &Vm,
+) -> Result<(), StoreError> {
+    let mut write = services.store.write().await?;
+    let (kind, actor, target) = (restored::KEPT, caller.name(), vm.name.as_str());
+    let detail = "as the inventory has it: what is newer on its datastores is discarded";
+    write.event(NewEvent { kind, actor, target, detail }).await?;
+    write.commit().await?;
+    let view = services.hosts.view(vm.host);
+    let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
+    if !runs
+        && let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await
+    {
+        tracing::info!(vm = vm.name, %problem, "its host learns of it later");
+    }
+    services.hosts.look_again(vm.host);
+    Ok(())
+}
+
 /// The VMs that the inventory has with other disks or network cards than their descriptors say; or why they do not get these.
 pub(super) async fn changed(
     services: &Services,
@@ -105,9 +120,8 @@ pub(super) async fn changed(
     found: &[FoundVm],
 ) -> Result<HashMap<VmId, Result<Changed, String>>, Problem> {
     let mut changed = HashMap::new();
-    let Some(restored) = last_event(services, "server.restored", None).await? else {
-        return Ok(changed);
-    };
+    let restored = restored::restored(&mut *services.store.read().await?).await?;
+    let Some(restored) = restored else { return Ok(changed) };
     for found in found {
         let Some((vm, descriptor)) = encrypted(known, found) else { continue };
         let FoundDescriptor::Read { made, .. } = &found.descriptor else { continue };
@@ -136,31 +150,17 @@ pub(super) async fn changed(
     Ok(changed)
 }
 
-/// The number of the newest event of a kind, about this resource.
-async fn last_event(
-    services: &Services,
-    kind: &str,
-    target: Option<&str>,
-) -> Result<Option<i64>, StoreError> {
-    let filter = Filter {
-        kind: Some(kind.to_owned()),
-        target: target.map(str::to_owned),
-        ..Filter::default()
-    };
-    let mut read = services.store.read().await?;
-    Ok(events::last_of(&mut read, 1, &filter).await?.first().map(|event| event.sequence))
-}
-
 /// Why a VM gets nothing now, whatever its descriptor says.
 async fn stands_against(
     services: &Services,
     known: &Known,
     vm: &Vm,
-    restored: i64,
+    restored_at: i64,
 ) -> Result<Option<String>, StoreError> {
-    for (kind, why) in KNOWN_SINCE {
-        let since = last_event(services, kind, Some(&vm.name)).await?;
-        if since.is_some_and(|since| since > restored) {
+    let mut read = services.store.read().await?;
+    for (kind, why) in restored::KNOWN_SINCE {
+        let since = restored::last_event(&mut read, kind, &vm.name).await?;
+        if since.is_some_and(|since| since > restored_at) {
             return Ok(Some(why.to_owned()));
         }
     }

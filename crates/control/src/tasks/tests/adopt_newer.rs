@@ -1,12 +1,16 @@
 //! A VM that the inventory has as it was at a backup gets the disks and network cards that its authentic descriptor says.
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm};
+use vmseal_api::host::version::COMPARE_RESTORED;
 use vmseal_api::host::{Device, HostAgent, NicSpec, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicBackend;
+use vmseal_api::request::SetVm;
+use vmseal_secret::sealed_box::Recipient;
 
 use super::adopt::{asked, begin};
 use super::*;
+use crate::services::{Caller, set_vm};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::{disks, keys, nics};
@@ -244,4 +248,101 @@ async fn a_disk_that_was_removed_since_is_told_and_removed_by_name() {
     fixture.done(Operation::RemoveDisk { vm, disk: gone.id }, "web").await;
     assert_eq!(cards(&fixture, vm).await, [NEW_CARD]);
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+}
+
+/// Whether it is told that the VM is newer on its datastore.
+async fn is_alarm(fixture: &Fixture) -> bool {
+    fixture.alarms().await.iter().any(|alarm| alarm == "inventory-older web")
+}
+
+/// Its agent has restarted before anybody has adopted what is newer.
+#[tokio::test]
+async fn a_host_is_not_told_of_a_vm_that_is_newer_until_that_is_adopted() {
+    let fixture = Fixture::new().await;
+    let vm = older(&fixture, "web").await;
+    fixture.agent.restart();
+    fixture.eventually("it is an alarm", async || is_alarm(&fixture).await.then_some(())).await;
+    assert!(!fixture.agent.registered().contains(&vm));
+    assert_older(&fixture, vm, "restarted").await;
+    // Nor by any other way.
+    let registered = crate::hosts::register(&fixture.store, &fixture.hosts, vm).await;
+    assert_eq!(registered.unwrap_err().code, ErrorCode::WrongState);
+    assert!(fixture.events("vm.compared").await.is_empty());
+    fixture.ends_well(begin(&fixture).await).await;
+    assert_newer(&fixture, vm, "adopted").await;
+    fixture
+        .eventually("its alarm is over", async || (!is_alarm(&fixture).await).then_some(()))
+        .await;
+    assert_eq!(fixture.events("vm.compared").await.len(), 1);
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+}
+
+/// Whether a task could be begun; it is not.
+async fn recorded(fixture: &Fixture, operation: Operation) -> Result<(), Problem> {
+    let mut write = fixture.store.write().await.unwrap();
+    Engine::record(&mut write, operation, "web", "me").await.map(drop)
+}
+
+#[tokio::test]
+async fn a_vm_that_is_newer_is_changed_only_when_it_is_adopted_or_kept_as_it_is() {
+    let fixture = Fixture::new().await;
+    let vm = older(&fixture, "web").await;
+    let disk = fixture.disks(vm).await[0].id;
+    let start = || Operation::StartVm { vm, boot_once: None };
+    for operation in [
+        start(),
+        Operation::AddNic { vm, nic: card("02:00:00:00:00:03"), position: 1 },
+        Operation::RemoveDisk { vm, disk },
+        Operation::GrowDisk { vm, disk, size: 1 << 30 },
+    ] {
+        let refused = recorded(&fixture, operation).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        let command = format!("vmseal datastore adopt local --vm {vm}");
+        assert!(refused.detail.contains(&command), "{refused}");
+    }
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = SetVm { vcpus: Some(2), ..SetVm::default() };
+    let refused = set_vm::set(&services, &me, "web", request, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert_older(&fixture, vm, "refused").await;
+    // The operator wants the old state.
+    let keep = || {
+        let vms = vec![vm.to_string()];
+        AdoptVms { vms, discard_newer: true, ..AdoptVms::default() }
+    };
+    asked(&fixture, keep(), true).await;
+    assert_older(&fixture, vm, "a dry run").await;
+    let kept = asked(&fixture, keep(), false).await.remove(0);
+    assert_eq!((kept.status, kept.task), (AdoptStatus::Known, None), "{kept:?}");
+    let registered = fixture.agent.registered_as(vm).unwrap();
+    assert_eq!(registered.devices, spec(&fixture, vm).await.devices);
+    let told = told(&fixture).await;
+    assert_eq!(told.status, AdoptStatus::Known, "{told:?}");
+    assert_eq!(cards(&fixture, vm).await, [OLD_CARD]);
+    recorded(&fixture, start()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_vm_of_which_nothing_is_newer_is_as_before() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    tell(&fixture, "server.restored", "server").await;
+    recorded(&fixture, Operation::StartVm { vm, boot_once: None }).await.unwrap_err();
+    fixture.agent.restart();
+    fixture.assert_whole(vm, Power::Off, "compared").await;
+    assert_eq!(fixture.events("vm.compared").await.len(), 1);
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+}
+
+/// It cannot say what is newer: its VMs are registered as before.
+#[tokio::test]
+async fn an_agent_of_an_earlier_version_gets_its_vms_as_before() {
+    let fixture = Fixture::new().await;
+    let vm = older(&fixture, "web").await;
+    fixture.agent.lack_features(&[COMPARE_RESTORED]);
+    fixture.agent.restart();
+    let registered = async || fixture.agent.registered().contains(&vm).then_some(());
+    fixture.eventually("it is registered", registered).await;
+    assert_eq!(fixture.events("vm.compared").await.len(), 1);
 }

@@ -1,0 +1,141 @@
+//! What a descriptor knows of a VM that an inventory which was restored from a backup does not.
+//!
+//! The MAC of the descriptor is not checked, as the host may not have the key yet: who can write to the datastore can hold up such a
+//! VM, and cannot give it anything. `datastore adopt` checks it.
+
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::{NicSpec, VmSpec};
+use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
+
+/// Refuses to have a descriptor be written over with a VM that lacks disks, sizes of disks or network cards of it.
+///
+/// # Errors
+/// `wrong-state`, with what is newer.
+pub fn check(spec: &VmSpec, there: &VmDescriptor) -> Result<(), Problem> {
+    let newer = newer(spec, there);
+    if newer.is_empty() {
+        return Ok(());
+    }
+    let what = format!(
+        "the descriptor of VM '{}' is newer than the inventory, which was restored from a backup: it has {}",
+        spec.name,
+        newer.join(", ")
+    );
+    Err(Problem::new(ErrorCode::WrongState, what))
+}
+
+/// What the descriptor has and the VM does not, for people. A descriptor without a MAC gives a VM nothing. One under another key may be of
+/// after a recryption.
+fn newer(spec: &VmSpec, there: &VmDescriptor) -> Vec<String> {
+    let has_keys = spec.key.is_some() && there.key.is_some();
+    if there.vm != spec.vm || !has_keys || there.mac.is_none() {
+        return Vec::new();
+    }
+    let mut newer = Vec::new();
+    for disk in &there.disks {
+        let size = Size(disk.size);
+        match spec.disk(disk.disk) {
+            None => newer.push(format!("a disk '{}' of {size}", disk.name)),
+            Some(known) if known.size < disk.size => {
+                newer.push(format!(
+                    "{size} for disk '{}', and not {}",
+                    known.name,
+                    Size(known.size)
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    if there.nics.iter().ne(spec.nics()) {
+        newer.push(format!("as its network cards {}", named(there.nics.iter())));
+    }
+    newer
+}
+
+/// Network cards, for people.
+fn named<'a>(nics: impl Iterator<Item = &'a NicSpec>) -> String {
+    let named: Vec<_> = nics.map(|nic| format!("'{}' ({})", nic.name, nic.mac)).collect();
+    if named.is_empty() { "none".to_owned() } else { named.join(" and ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
+    use vmseal_api::id::{DatastoreId, DiskId, NicId};
+    use vmseal_api::nic::NicBackend;
+    use vmseal_secret::{KEK_LEN, SecretBytes};
+
+    use super::*;
+    use crate::keys;
+    use crate::storage::descriptor;
+
+    fn disk(name: &str) -> Device {
+        let location = DatastoreLocation::Dir { path: "/store".into() };
+        Device::Disk(DiskSpec {
+            disk: DiskId::new(),
+            name: name.to_owned(),
+            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
+            size: 1 << 20,
+            encrypted: true,
+            allocation: Allocation::Thin,
+            role: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
+        })
+    }
+
+    fn card(name: &str) -> Device {
+        Device::Nic(NicSpec {
+            nic: NicId::new(),
+            name: name.to_owned(),
+            mac: "02:00:00:00:00:01".parse().unwrap(),
+            model: Default::default(),
+            backend: NicBackend::User { forwards: vec![] },
+            link: Default::default(),
+        })
+    }
+
+    #[test]
+    fn a_disk_a_size_and_cards_that_the_inventory_lacks_are_newer_and_what_it_has_more_is_not() {
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "a"));
+        spec.devices = vec![disk("system"), card("nic0")];
+        let with = |more: Device| {
+            let devices = spec.devices.iter().cloned().chain([more]).collect();
+            VmSpec { devices, ..spec.clone() }
+        };
+        let of = |spec: &VmSpec, kek| descriptor::of(spec, DatastoreId::new(), kek, None).unwrap();
+        let mut grown = spec.clone();
+        grown.disks_mut().for_each(|disk| disk.size *= 2);
+        let without = VmSpec { devices: spec.devices[..1].to_vec(), ..spec.clone() };
+        for (there, said) in [
+            (with(disk("more")), "a disk 'more' of 1 MiB"),
+            (grown.clone(), "2 MiB for disk 'system', and not 1 MiB"),
+            (with(card("nic1")), "'nic0' (02:00:00:00:00:01) and 'nic1' (02:00:00:00:00:01)"),
+            (without, "as its network cards none"),
+        ] {
+            let refused = check(&spec, &of(&there, Some(&kek))).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::WrongState);
+            assert!(refused.detail.contains(said), "{said}: {refused}");
+        }
+        // What is the same, and what the inventory has more of.
+        check(&spec, &of(&spec, Some(&kek))).unwrap();
+        check(&with(disk("more")), &of(&spec, Some(&kek))).unwrap();
+        check(&grown, &of(&spec, Some(&kek))).unwrap();
+        let renamed = VmSpec { name: "other".to_owned(), vcpus: 9, ..spec.clone() };
+        check(&spec, &of(&renamed, Some(&kek))).unwrap();
+        // What was recrypted as well.
+        let key = Some(keys::reference_of(&kek, spec.vm, "b"));
+        let recrypted = VmSpec { key, ..spec.clone() };
+        check(&spec, &of(&recrypted, Some(&kek))).unwrap();
+        check(&recrypted, &of(&grown, Some(&kek))).unwrap_err();
+        // What nobody vouches for.
+        check(&spec, &of(&grown, None)).unwrap();
+        let plain = VmSpec { key: None, ..spec.clone() };
+        check(&plain, &of(&VmSpec { key: None, ..grown }, None)).unwrap();
+    }
+}

@@ -1,0 +1,175 @@
+//! VMs of an inventory that was restored from a backup, of which their descriptors may know more (docs/decisions/287).
+//!
+//! ```text
+//!   server.restored ─► uncertain ── the host finds nothing newer ─────────────► vm.compared: as any other VM
+//!                        │  ▲
+//!                        │  └── something is newer, or cannot be looked at: the host is not told of the VM, no task changes it,
+//!                        │      and it is an alarm
+//!                        └── datastore adopt: compared again, and equal; with --discard-newer: vm.kept
+//! ```
+//! A host writes descriptors of what a VM is registered as. So a VM is compared before it is registered.
+
+use sqlx::SqliteConnection;
+use vmseal_api::host::version::COMPARE_RESTORED;
+use vmseal_api::host::{HostAgent, HostDescription, VmChange, VmSpec};
+use vmseal_api::model::Lifecycle;
+use vmseal_api::problem::{ErrorCode, Problem};
+
+use super::registration::for_agent;
+use crate::operation::Operation;
+use crate::store::events::{self, Filter, NewEvent};
+use crate::store::vms::{self, Vm};
+use crate::store::{Store, StoreError, disks};
+
+/// The kind of the event that the inventory was restored, and what that is about.
+const RESTORED: (&str, &str) = ("server.restored", "server");
+
+/// The kind of the event that nothing is newer on a VM's datastores.
+const COMPARED: &str = "vm.compared";
+
+/// The kind of the event that an operator has kept a VM as the inventory has it.
+pub(crate) const KEPT: &str = "vm.kept";
+
+/// The events after which the inventory knows a VM better than descriptors from before, and what each means, for people. A VM that came
+/// after the server was restored is not in the backup: nothing of it can be newer than the inventory.
+pub(crate) const KNOWN_SINCE: [(&str, &str); 5] = [
+    ("vm.changed", "the VM was changed here since the server was restored"),
+    ("vm.created", "the VM was created here since the server was restored"),
+    ("vm.adopted", "the VM was adopted here since the server was restored"),
+    ("vm.arrived", "the VM came here from another control plane since the server was restored"),
+    (KEPT, "the VM was kept as the inventory has it since the server was restored"),
+];
+
+/// The number of the newest event of a kind about a resource.
+pub(crate) async fn last_event(
+    from: &mut SqliteConnection,
+    kind: &str,
+    target: &str,
+) -> Result<Option<i64>, StoreError> {
+    let (kind, target) = (Some(kind.to_owned()), Some(target.to_owned()));
+    let filter = Filter { kind, target, ..Filter::default() };
+    Ok(events::last_of(from, 1, &filter).await?.first().map(|event| event.sequence))
+}
+
+/// The number of the event that the inventory was restored; none where it never was.
+pub(crate) async fn restored(from: &mut SqliteConnection) -> Result<Option<i64>, StoreError> {
+    let (kind, target) = RESTORED;
+    last_event(from, kind, target).await
+}
+
+/// Whether the descriptors of a VM may know more of it than the inventory. Of one that is not encrypted nothing could be taken from there.
+pub(super) async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
+    if vm.key.is_none() || vm.lifecycle != Lifecycle::Ready {
+        return Ok(false);
+    }
+    let Some(restored) = restored(from).await? else { return Ok(false) };
+    for kind in [COMPARED].into_iter().chain(KNOWN_SINCE.map(|(kind, _)| kind)) {
+        if last_event(from, kind, &vm.name).await?.is_some_and(|since| since > restored) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Refuses to change a VM of which a descriptor may know more.
+///
+/// # Errors
+/// `wrong-state`; the inventory's.
+pub(crate) async fn require_certain(from: &mut SqliteConnection, vm: &Vm) -> Result<(), Problem> {
+    if !is_uncertain(from, vm).await? {
+        return Ok(());
+    }
+    let way_out = way_out(from, vm).await?;
+    let what = format!(
+        "the server was restored from a backup, and VM '{}' is newer on its datastore, or was not compared yet (vmseal alarms): {way_out}",
+        vm.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, what))
+}
+
+/// The same for the VM of a task.
+///
+/// # Errors
+/// As [`require_certain`].
+pub(crate) async fn require_for_task(
+    from: &mut SqliteConnection,
+    operation: &Operation,
+) -> Result<(), Problem> {
+    let Some(vm) = operation.vm().filter(|_| needs_certainty(operation)) else { return Ok(()) };
+    match vms::get(from, vm).await? {
+        Some(vm) => require_certain(from, &vm).await,
+        None => Ok(()),
+    }
+}
+
+/// Whether a task may begin only on a VM that its host is told of. What a VM needs to be adopted may begin on any, and so may what deletes
+/// something. A host that gets a VM from one that does not answer compares it before it is registered there.
+fn needs_certainty(operation: &Operation) -> bool {
+    !matches!(
+        operation,
+        Operation::StopVm { .. }
+            | Operation::SuspendVm { .. }
+            | Operation::AdoptVm { .. }
+            | Operation::EvacuateVm { .. }
+            | Operation::DeleteVm { .. }
+            | Operation::DeleteBackup { .. }
+            | Operation::DeleteDump { .. }
+    )
+}
+
+/// What an operator can do, for people.
+async fn way_out(from: &mut SqliteConnection, vm: &Vm) -> Result<String, StoreError> {
+    let disks = disks::of_vm(from, vm.id).await?;
+    let datastore = disks.first().map_or("DATASTORE", |disk| &*disk.datastore_name);
+    // Its descriptor may have another name.
+    let id = vm.id;
+    Ok(format!(
+        "take over what is newer while the VM is off (vmseal datastore adopt {datastore} --vm {id}), or keep the VM as the inventory has it (vmseal datastore adopt {datastore} --vm {id} --discard-newer)"
+    ))
+}
+
+/// Compares a VM with its descriptors before its host is told of it, if they may know more. Returns whether it was compared just now, and
+/// nothing is newer.
+///
+/// # Errors
+/// `wrong-state`: something is newer, or cannot be looked at. The host's and the inventory's.
+pub(super) async fn settle(
+    store: &Store,
+    agent: &dyn HostAgent,
+    description: Option<&HostDescription>,
+    (vm, spec): (&Vm, &VmSpec),
+) -> Result<bool, Problem> {
+    let mut read = store.read().await?;
+    if !is_uncertain(&mut read, vm).await? {
+        return Ok(false);
+    }
+    let way_out = way_out(&mut read, vm).await?;
+    drop(read);
+    let Some(description) = description else {
+        let what = format!("host '{}' has not answered yet", vm.host_name);
+        return Err(Problem::new(ErrorCode::Unreachable, what));
+    };
+    let detail = if description.features.iter().any(|it| it == COMPARE_RESTORED) {
+        let spec = Box::new(for_agent(spec.clone(), Some(description)));
+        let compared = agent.examine_change(vm.id, VmChange::Restored { spec }).await;
+        compared.map_err(|problem| match problem.code {
+            ErrorCode::WrongState => {
+                let detail = format!("{}: {way_out}", problem.detail);
+                Problem { detail, ..problem }
+            }
+            _ => problem,
+        })?;
+        "nothing on its datastores is newer than the inventory, which was restored from a backup"
+            .to_owned()
+    } else {
+        format!(
+            "not compared with its datastores after the server was restored: the agent of host '{}' is of an earlier vmseal",
+            vm.host_name
+        )
+    };
+    let mut write = store.write().await?;
+    let (kind, actor, target) = (COMPARED, crate::SELF, vm.name.as_str());
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+    write.commit().await?;
+    Ok(true)
+}
