@@ -150,10 +150,7 @@ impl Cluster {
     /// Has these daemons stand still (SIGSTOP): the cluster takes them for alive for a while, and they answer nothing.
     #[must_use]
     pub fn stop_daemons(&self, name: &str) -> StoppedDaemons {
-        let stopped = StoppedDaemons(self.daemons(name));
-        assert!(!stopped.0.is_empty(), "the cluster has no daemon {name}");
-        stopped.signal(Signal::SIGSTOP);
-        stopped
+        StoppedDaemons::stop(self.daemons(name))
     }
 
     /// The UUIDs of its OSDs.
@@ -221,6 +218,15 @@ impl Cluster {
 pub struct StoppedDaemons(Vec<i32>);
 
 impl StoppedDaemons {
+    /// Stops these processes.
+    #[must_use]
+    pub fn stop(daemons: Vec<i32>) -> Self {
+        assert!(!daemons.is_empty(), "the cluster has no such daemon");
+        let stopped = Self(daemons);
+        stopped.signal(Signal::SIGSTOP);
+        stopped
+    }
+
     fn signal(&self, signal: Signal) {
         // One that has ended needs none.
         for daemon in &self.0 {

@@ -37,6 +37,9 @@ const TOLD: Duration = Duration::from_secs(1);
 /// The exit code of `vmseal` when a signal ends it, as its --help says.
 const INTERRUPTED: i32 = 130;
 
+/// What asks for the end.
+const SIGNALS: [Signal; 2] = [Signal::SIGTERM, Signal::SIGINT];
+
 /// The processes that serve mounts, while they do.
 static SERVING: Mutex<Vec<i32>> = Mutex::new(Vec::new());
 
@@ -126,7 +129,7 @@ pub fn on_signals() -> io::Result<()> {
     set_child_subreaper(true)?;
     let handler = SigHandler::Handler(note);
     let action = SigAction::new(handler, SaFlags::SA_RESTART, SigSet::empty());
-    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+    for signal in SIGNALS {
         // SAFETY: the handler stores to an atomic and does nothing else, which may be done in any signal handler.
         let set = unsafe { sigaction(signal, &action) };
         set?;
@@ -138,6 +141,9 @@ pub fn on_signals() -> io::Result<()> {
 fn watch() {
     while !asked() {
         std::thread::sleep(WATCH_EVERY);
+        if is_pending(&std::fs::read_to_string("/proc/self/status").unwrap_or_default()) {
+            ASKED.store(true, Ordering::Relaxed);
+        }
     }
     std::thread::sleep(SERVED);
     kill_serving();
@@ -150,6 +156,14 @@ fn watch() {
     tell(format!("stopped by a signal: {}", ended(&left())));
     // SAFETY: it only ends the process. Nothing is called that could wait for another thread.
     unsafe { nix::libc::_exit(INTERRUPTED) }
+}
+
+/// Whether such a signal has come and no thread has taken it, by the text of a process's `status`: the kernel gives it to one of them,
+/// and that may wait for a mount that does not answer.
+fn is_pending(status: &str) -> bool {
+    let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+    let pending = pending.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    SIGNALS.into_iter().any(|signal| pending & (1_u64 << (signal as i32 - 1)) != 0)
 }
 
 /// Kills what serves mounts: requests to them fail then.
@@ -219,6 +233,9 @@ fn output_unless(asked: impl Fn() -> bool, command: &mut Command) -> io::Result<
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::signal::kill;
+    use nix::unistd::Pid;
+
     use super::*;
 
     #[test]
@@ -246,6 +263,25 @@ mod tests {
         drop(one);
         assert!(!is_known(i32::MAX) && is_known(i32::MAX - 1));
         drop(other);
+    }
+
+    #[test]
+    fn a_signal_that_no_thread_takes_is_seen() {
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = child.id();
+        let status = || std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let send = |signal| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap();
+        send(Signal::SIGSTOP);
+        let begun = Instant::now();
+        while !status().lines().any(|line| line.starts_with("State:\tT")) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{}", status());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        send(Signal::SIGUSR1);
+        assert!(!is_pending(&status()), "{}", status());
+        send(Signal::SIGTERM);
+        assert!(is_pending(&status()), "{}", status());
+        children::end(&mut child);
     }
 
     /// What a user may rely on: docs/benchmarks.md.
