@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use nix::mount::{MntFlags, umount2};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -136,6 +138,21 @@ impl Cluster {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
+    /// The processes of its daemons whose names begin so, such as `osd.`; of all of them with nothing.
+    #[must_use]
+    pub fn daemons(&self, name: &str) -> Vec<i32> {
+        let status = self.json(&["status"]);
+        let daemons = status["daemons"].as_array().unwrap().iter();
+        let named = daemons.filter(|it| it["name"].as_str().is_some_and(|it| it.starts_with(name)));
+        named.map(|it| it["pid"].as_i64().unwrap().try_into().unwrap()).collect()
+    }
+
+    /// Has these daemons stand still (SIGSTOP): the cluster takes them for alive for a while, and they answer nothing.
+    #[must_use]
+    pub fn stop_daemons(&self, name: &str) -> StoppedDaemons {
+        StoppedDaemons::stop(self.daemons(name))
+    }
+
     /// The UUIDs of its OSDs.
     #[must_use]
     pub fn osd_uuids(&self) -> Vec<String> {
@@ -194,6 +211,33 @@ impl Cluster {
             let mut keys = keyring.lines().filter_map(|line| line.trim().strip_prefix("key = "));
             assert!(!keys.any(|key| text.contains(key)), "a key was printed");
         }
+    }
+}
+
+/// Daemons that stand still until this is dropped.
+pub struct StoppedDaemons(Vec<i32>);
+
+impl StoppedDaemons {
+    /// Stops these processes.
+    #[must_use]
+    pub fn stop(daemons: Vec<i32>) -> Self {
+        assert!(!daemons.is_empty(), "the cluster has no such daemon");
+        let stopped = Self(daemons);
+        stopped.signal(Signal::SIGSTOP);
+        stopped
+    }
+
+    fn signal(&self, signal: Signal) {
+        // One that has ended needs none.
+        for daemon in &self.0 {
+            let _ = kill(Pid::from_raw(*daemon), signal);
+        }
+    }
+}
+
+impl Drop for StoppedDaemons {
+    fn drop(&mut self) {
+        self.signal(Signal::SIGCONT);
     }
 }
 

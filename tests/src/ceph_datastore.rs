@@ -168,16 +168,6 @@ impl CephInstallation {
         sockets.iter().for_each(|it| std::fs::remove_file(it).unwrap());
     }
 
-    /// The processes of the cluster's OSDs.
-    #[must_use]
-    pub fn osds(&self) -> Vec<i32> {
-        let status = self.cluster.json(&["status"]);
-        let daemons = status["daemons"].as_array().unwrap().iter();
-        let osds =
-            daemons.filter(|it| it["name"].as_str().is_some_and(|it| it.starts_with("osd.")));
-        osds.map(|it| it["pid"].as_i64().unwrap().try_into().unwrap()).collect()
-    }
-
     /// Kills a daemon of the cluster, such as `osd.1`.
     pub fn kill_daemon(&self, name: &str) {
         let status = self.cluster.json(&["status"]);

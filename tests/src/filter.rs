@@ -12,7 +12,7 @@ use std::process::Command;
 use anyhow::ensure;
 use vmseal_api::filter::{
     BackendSpec, ControlReply, Direct, DiskConfig, FilterConfig, FilterSpec, FilterStatus,
-    FrontEndSpec, Handle, Holes, VERSION,
+    FrontEndSpec, Handle, Holes, StallSpec, VERSION,
 };
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_secret::SecretBytes;
@@ -24,6 +24,7 @@ use crate::{eventually, program};
 pub struct Filter {
     process: Process,
     socket: PathBuf,
+    control: PathBuf,
 }
 
 /// A disk that a filter serves.
@@ -38,6 +39,10 @@ pub struct Disk<'a> {
     pub dek: Option<&'a SecretBytes>,
     /// The meaning of a hole.
     pub holes: Holes,
+    /// When its requests fail that storage does not answer; none where they wait.
+    pub stall: Option<StallSpec>,
+    /// The socket of the `vmseal-rbd` that serves the image, for one whose data goes through shared memory.
+    pub channel: Option<&'a Path>,
 }
 
 impl Filter {
@@ -65,7 +70,13 @@ impl Filter {
         let mut process = Process::start(&mut command, &log)?;
         eventually("the filter listens", || (socket.exists() || process.ended()).then_some(()))?;
         ensure!(!process.ended(), "the filter ended: {}", std::fs::read_to_string(&log)?);
-        Ok(Self { process, socket })
+        Ok(Self { process, socket, control: directory.join("control.sock") })
+    }
+
+    /// Its status; none if it does not answer the question.
+    #[must_use]
+    pub fn status(&self) -> Option<FilterStatus> {
+        status(&self.control)
     }
 
     /// The socket for QEMU.
@@ -81,20 +92,20 @@ impl Filter {
     }
 
     /// Ends it in order, and removes its sockets.
-    pub fn stop(self, directory: &Path) -> anyhow::Result<()> {
-        let Self { mut process, socket } = self;
+    pub fn stop(self) -> anyhow::Result<()> {
+        let Self { mut process, socket, control } = self;
         process.terminate();
         eventually("the filter has ended", || process.ended().then_some(()))?;
-        for path in [socket, directory.join("control.sock")] {
+        for path in [socket, control] {
             let _ = std::fs::remove_file(path);
         }
         Ok(())
     }
 
     /// Ends it as a power cut would, and removes its sockets.
-    pub fn kill(self, directory: &Path) {
+    pub fn kill(self) {
         self.process.kill();
-        for path in [self.socket, directory.join("control.sock")] {
+        for path in [self.socket, self.control] {
             let _ = std::fs::remove_file(path);
         }
     }
@@ -121,12 +132,7 @@ impl Successor {
     /// How many requests it has answered; none if it does not answer the question.
     #[must_use]
     pub fn answered(&self) -> Option<u64> {
-        let mut stream = UnixStream::connect(&self.control).ok()?;
-        stream.write_all(b"{\"do\":\"status\"}\n").ok()?;
-        let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line).ok()?;
-        let reply = serde_json::from_str(&line).ok()?;
-        let ControlReply::Status(FilterStatus { disks, .. }) = reply else { return None };
+        let disks = status(&self.control)?.disks;
         Some(disks.iter().map(|disk| disk.counters.reads + disk.counters.writes).sum())
     }
 
@@ -134,6 +140,18 @@ impl Successor {
     pub fn kill(self) {
         self.process.kill();
         let _ = std::fs::remove_file(self.control);
+    }
+}
+
+/// The status of the filter with this control socket; none if it does not answer the question.
+fn status(control: &Path) -> Option<FilterStatus> {
+    let mut stream = UnixStream::connect(control).ok()?;
+    stream.write_all(b"{\"do\":\"status\"}\n").ok()?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).ok()?;
+    match serde_json::from_str(&line).ok()? {
+        ControlReply::Status(status) => Some(status),
+        _ => None,
     }
 }
 
@@ -188,7 +206,7 @@ fn configuration(
     image: Handle,
     socket: Handle,
 ) -> anyhow::Result<FilterConfig> {
-    let mut chain = Vec::new();
+    let mut chain: Vec<_> = disk.stall.map(FilterSpec::Stall).into_iter().collect();
     if let Some(dek) = disk.dek {
         let key = directory.join("dek");
         let _ = std::fs::remove_file(&key);
@@ -215,7 +233,7 @@ fn configuration(
                 offset: disk.offset,
                 direct: Direct::Auto,
                 keeps_room: false,
-                channel: None,
+                channel: disk.channel.map(|path| Handle::Path(path.to_owned())),
             },
             front_end: Some(FrontEndSpec::VhostUserBlk {
                 socket,

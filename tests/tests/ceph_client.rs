@@ -1,12 +1,17 @@
-//! `vmseal lab run` on a real Ceph cluster: vmseal's disks are measured beside librbd's, and beside what fio measures itself.
+//! `vmseal lab run` on a real Ceph cluster: vmseal's disks are measured beside librbd's, and beside what fio measures itself. It ends when
+//! it is told to, also where the cluster does not answer.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
-use vmseal_tests::ceph::{Cluster, is_installed, said};
-use vmseal_tests::program;
+use vmseal_tests::ceph::{Cluster, StoppedDaemons, is_installed, mounts_below, said};
+use vmseal_tests::process::using;
+use vmseal_tests::{eventually, program};
 
 /// Short, and small blocks: that all are measured matters, and no figure.
 const EXPERIMENT: &str = r#"
@@ -80,4 +85,61 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
     let status = cluster.json(&["status"]);
     let pools = status["pools"].as_array().unwrap();
     assert!(pools.iter().all(|it| it["name"] != "vmseal-lab-run"), "{status:#}");
+}
+
+#[test]
+fn a_run_whose_cluster_does_not_answer_ends_on_a_signal_with_all_that_it_has_started() {
+    if !is_installed() || !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.up();
+    // While a disk is filled, by a file of the mounted pool. The monitor answers, and no OSD does.
+    ends(&cluster, "vmseal-encrypted-files: fill", "osd.");
+    // While disks are under load. No daemon answers.
+    let said = ends(&cluster, "round 1 of", "");
+    assert!(said.contains("this is left") && said.contains("vmseal-lab-run"), "{said}");
+}
+
+/// Starts a run, has these daemons stand still once it says a line that begins so, and tells it to end; what it says from then on.
+fn ends(cluster: &Cluster, line: &str, daemons: &str) -> String {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("mine.toml");
+    let others = ", \"librbd-luks2\", \"librbd-plain\", \"fio-rbd\"";
+    // A cell takes longer than this test.
+    let long = EXPERIMENT.replace(others, "").replace("seconds = 0.5", "seconds = 300.0");
+    std::fs::write(&file, long).unwrap();
+    let mut command = Command::new(program("vmseal").unwrap());
+    command.args(["lab", "run"]).arg(&file).arg("--ceph-directory").arg(cluster.directory());
+    // All that it makes is there.
+    command.arg("--directory").arg(home.path()).env("TMPDIR", home.path());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let daemons = cluster.daemons(daemons);
+    let mut run = command.spawn().unwrap();
+    let mut lines = BufReader::new(run.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut before = Vec::new();
+    let found = lines.any(|said| {
+        before.push(said);
+        before.last().is_some_and(|said| said.starts_with(line))
+    });
+    let stopped = StoppedDaemons::stop(daemons);
+    let _ = kill(Pid::from_raw(run.id().cast_signed()), Signal::SIGTERM);
+    let ended = eventually("the run has ended", || run.try_wait().unwrap());
+    if ended.is_err() {
+        run.kill().unwrap();
+        run.wait().unwrap();
+    }
+    let said = lines.collect::<Vec<_>>().join("\n");
+    assert!(found, "it never said '{line}': {before:?}");
+    let status = ended.unwrap_or_else(|error| panic!("{error}: {said}"));
+    assert_eq!(status.code(), Some(130), "{said}");
+    // Those that were killed last may take a moment.
+    let left = eventually("no process of it is left", || {
+        let left = using(home.path());
+        left.is_empty().then_some(())
+    });
+    left.unwrap_or_else(|error| panic!("{error}: {:?}: {said}", using(home.path())));
+    assert_eq!(mounts_below(home.path()), [] as [std::path::PathBuf; 0], "{said}");
+    drop(stopped);
+    said
 }

@@ -67,14 +67,15 @@ impl Image {
 
     fn disk<'a>(&'a self, image: &'a Path) -> Disk<'a> {
         let dek = Some(&self.dek);
-        Disk { image, offset: DATA_OFFSET, size: SIZE, dek, holes: Holes::Zero }
+        let (holes, stall, channel) = (Holes::Zero, None, None);
+        Disk { image, offset: DATA_OFFSET, size: SIZE, dek, holes, stall, channel }
     }
 
     /// Runs a script in a guest that has the disk through vmseal-filter.
     fn with_filter(&self, script: &str) -> anyhow::Result<String> {
         let filter = Filter::start(self.directory.path(), &self.disk(&self.path()))?;
         let said = test_guest::run(script, &[GuestDisk::VhostUser(filter.socket())], None)?;
-        filter.stop(self.directory.path())?;
+        filter.stop()?;
         Ok(said)
     }
 

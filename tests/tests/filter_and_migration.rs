@@ -161,7 +161,9 @@ fn a_guest_is_moved_while_it_uses_its_disk() {
     let image = place.path().join("image");
     File::create(&image).unwrap().set_len(SIZE).unwrap();
     let dek = SecretBytes::random(DEK_LEN).unwrap();
-    let disk = Disk { image: &image, offset: 0, size: SIZE, dek: Some(&dek), holes: Holes::Zero };
+    let (holes, stall, channel) = (Holes::Zero, None, None);
+    let disk =
+        Disk { image: &image, offset: 0, size: SIZE, dek: Some(&dek), holes, stall, channel };
     let mut filter = Filter::start_unlocked(&here, &disk).unwrap();
     let mut source = Machine::start(&here, filter.socket(), false);
     source.goes_on(2);
@@ -173,7 +175,7 @@ fn a_guest_is_moved_while_it_uses_its_disk() {
     source.comes_to("active");
     source.goes_on(2);
     assert!(logs(&filter), "it does not log");
-    filter.kill(&here);
+    filter.kill();
     filter = Filter::start_unlocked(&here, &disk).unwrap();
     source.goes_on(2);
     assert_eq!(source.migration(), "active");
@@ -191,7 +193,7 @@ fn a_guest_is_moved_while_it_uses_its_disk() {
     source.slow_down(1 << 33);
     source.command("migrate", uri);
     source.comes_to("completed");
-    filter.stop(&here).unwrap();
+    filter.stop().unwrap();
     eventually("the guest runs", || {
         (destination.command("query-status", json!({}))["status"] == "running").then_some(())
     })

@@ -13,6 +13,7 @@ mod ceph_files;
 mod ceph_migration;
 mod ceph_osds;
 mod ceph_stall;
+mod ceph_stall_filter;
 mod changes;
 mod cli;
 mod clones;

@@ -176,11 +176,19 @@ pub trait Initiator: Send {
     /// [`InitiatorError::NotInFlight`], [`InitiatorError::Protocol`].
     fn reap(&mut self, completions: &mut Vec<Completion>) -> Result<(), InitiatorError>;
 
+    /// Waits until a completion may have arrived, about this long and no longer than [`STALL`].
+    ///
+    /// # Errors
+    /// [`InitiatorError::Closed`], [`InitiatorError::Stalled`] if none has, and those of the connection.
+    fn wait_for(&mut self, limit: Duration) -> Result<(), InitiatorError>;
+
     /// Waits until a completion may have arrived.
     ///
     /// # Errors
     /// [`InitiatorError::Closed`], [`InitiatorError::Stalled`], and those of the connection.
-    fn wait(&mut self) -> Result<(), InitiatorError>;
+    fn wait(&mut self) -> Result<(), InitiatorError> {
+        self.wait_for(STALL)
+    }
 
     /// Runs one request and waits for it; for set-up, not for measurements.
     ///

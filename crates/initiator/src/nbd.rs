@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{MsgFlags, recv};
 
@@ -208,7 +208,8 @@ impl Initiator for Nbd {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), InitiatorError> {
+    /// Its socket waits for [`STALL`] at a time, and is not told otherwise for each request.
+    fn wait_for(&mut self, _limit: Duration) -> Result<(), InitiatorError> {
         let flags = match self.wait {
             Wait::Sleep => MsgFlags::empty(),
             Wait::Poll => MsgFlags::MSG_DONTWAIT,

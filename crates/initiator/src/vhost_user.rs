@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::SharedMemory;
 use crate::queue::{Layout, Queue};
-use crate::{Completion, Initiator, InitiatorError, Operation, STALL, Wait, check_shape};
+use crate::{Completion, Initiator, InitiatorError, Operation, Wait, check_shape};
 
 /// How long to wait for a server that may have missed a notification before it is notified again.
 const RENOTIFY: Duration = Duration::from_millis(100);
@@ -102,27 +102,25 @@ impl VhostUser {
         Self { misses_notifications: true, ..self }
     }
 
-    fn sleep(&self) -> Result<(), InitiatorError> {
-        if !self.queue.arm() {
-            self.event_or_renotify()?;
-        }
+    fn sleep(&self, limit: Duration) -> Result<(), InitiatorError> {
+        let slept = if self.queue.arm() { Ok(()) } else { self.event_or_renotify(limit) };
         self.queue.disarm();
-        Ok(())
+        slept
     }
 
-    fn event_or_renotify(&self) -> Result<(), InitiatorError> {
+    fn event_or_renotify(&self, limit: Duration) -> Result<(), InitiatorError> {
         if self.misses_notifications {
-            match self.event(RENOTIFY) {
+            match self.event(RENOTIFY.min(limit)) {
                 Err(InitiatorError::Stalled) => {
                     self.kick.write(1).map_err(InitiatorError::Events)?
                 }
                 result => return result,
             }
         }
-        self.event(STALL)
+        self.event(limit)
     }
 
-    fn poll(&self) -> Result<(), InitiatorError> {
+    fn poll(&self, limit: Duration) -> Result<(), InitiatorError> {
         let begin = Instant::now();
         let mut renotify = self.misses_notifications;
         while !self.queue.has_used() {
@@ -133,12 +131,12 @@ impl VhostUser {
                 std::hint::spin_loop();
             }
             let elapsed = begin.elapsed();
-            if elapsed > STALL {
-                return Err(InitiatorError::Stalled);
-            }
-            if renotify && elapsed > RENOTIFY {
+            if renotify && elapsed > RENOTIFY.min(limit) {
                 renotify = false;
                 self.kick.write(1).map_err(InitiatorError::Events)?;
+            }
+            if elapsed > limit {
+                return Err(InitiatorError::Stalled);
             }
             match self.event(Duration::ZERO) {
                 Err(InitiatorError::Stalled) | Ok(()) => {}
@@ -203,10 +201,10 @@ impl Initiator for VhostUser {
         Ok(())
     }
 
-    fn wait(&mut self) -> Result<(), InitiatorError> {
+    fn wait_for(&mut self, limit: Duration) -> Result<(), InitiatorError> {
         match self.wait {
-            Wait::Sleep => self.sleep(),
-            Wait::Poll => self.poll(),
+            Wait::Sleep => self.sleep(limit),
+            Wait::Poll => self.poll(limit),
         }
     }
 }

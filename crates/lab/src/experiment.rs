@@ -24,6 +24,7 @@ use crate::neighbour::Neighbours;
 pub use crate::outcome::{Cell, ExperimentError, Outcome, Progress};
 use crate::outcome::{Sample, Times};
 use crate::pattern::Pattern;
+use crate::stop;
 use crate::subject::{self, Joined, Point, Subject};
 use crate::systems::{OwnLoad, Place, Server, System, check_at_rest};
 
@@ -270,6 +271,17 @@ struct Home {
     storage: Option<tempfile::TempDir>,
 }
 
+impl Drop for Home {
+    fn drop(&mut self) {
+        if stop::asked()
+            && let Some(storage) = self.storage.take()
+        {
+            // It goes with its pool. A cluster that does not answer would be asked for each of its files, without end.
+            let _ = storage.keep();
+        }
+    }
+}
+
 impl Home {
     fn new(plan: &Plan, root: &Path) -> Result<Self, ExperimentError> {
         let made =
@@ -308,6 +320,7 @@ impl Subject for Disks<'_> {
         let systems = self.systems;
         let (later, first) = systems.split_at(place as usize % systems.len().max(1));
         for system in first.iter().chain(later) {
+            stop::check()?;
             observe(Progress::Filling(system.id()));
             self.set_up(system.as_ref(), &home)?;
         }

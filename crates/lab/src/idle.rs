@@ -8,6 +8,7 @@ use vmseal_initiator::{Operation, Wait};
 
 use crate::clock::{self, ProcessClock};
 use crate::load::{self, Extent, LoadError, Workload};
+use crate::stop;
 use crate::systems::Server;
 
 /// The name of that measurement, used like the name of a load.
@@ -49,11 +50,12 @@ pub fn measure(
     let mut initiator = server.connect(0, workload.depth, workload.block, Wait::Sleep)?;
     let extent = Extent::Requests(WAKING);
     load::run(initiator.as_mut(), workload, extent, None, &clock, 0)?;
-    std::thread::sleep(SETTLING);
+    stop::sleep(SETTLING);
     let begin = Instant::now();
     let read = || -> io::Result<_> { Ok((clock.read()?, clock::waits(server.pid())?)) };
     let before = read().map_err(LoadError::Clock)?;
-    std::thread::sleep(time);
+    stop::sleep(time);
+    stop::check()?;
     let after = read().map_err(LoadError::Clock)?;
     let seconds = begin.elapsed().as_secs_f64();
     // Checks that it was idle, not gone.

@@ -9,16 +9,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 use vmseal_api::datastore::RbdPool;
 
 use crate::ceph::mount;
+use crate::children;
 use crate::network::Network;
 use crate::outcome::OperationError;
-use crate::stop;
+use crate::stop::{self, Left};
 
 const SERVER_PORT: u16 = 8443;
 /// The first host's; each further one has the next.
@@ -35,6 +34,8 @@ const UIDS_EACH: u32 = 100_000;
 
 /// How long server and agent may take until they answer.
 const START: Duration = Duration::from_secs(60);
+/// How long server and agents are waited for once they are killed.
+const ENDED: Duration = Duration::from_secs(2);
 /// How much of a log an error quotes, in bytes.
 const QUOTED: usize = 1500;
 
@@ -68,8 +69,8 @@ pub struct Installation {
     agents: Vec<Child>,
     /// Where agents keep what runs.
     runs: Vec<PathBuf>,
-    /// Where an agent has mounted pools.
-    mounted: Vec<PathBuf>,
+    /// Where an agent has mounted pools; each is left where this process ends before it has ended it.
+    mounted: Vec<(PathBuf, Left)>,
     /// Sockets and state; short, as the names of sockets may not be long.
     home: TempDir,
     store: TempDir,
@@ -153,7 +154,8 @@ impl Installation {
         let keyring: Vec<_> =
             keyring.iter().flat_map(|file| ["--keyring", file.as_str()]).collect();
         // One that is mounted and not added is unmounted, too.
-        self.mounted.push(path);
+        let left = Left::new(format!("the mount of a pool: umount -l {text}"));
+        self.mounted.push((path, left));
         let place = ["datastore", "add", name, "--host", HERE, "--path", &text];
         let cluster = ["--pool", &pool.pool, "--monitors", &pool.monitors];
         let user = ["--user", &pool.user];
@@ -357,17 +359,20 @@ impl Installation {
 
 impl Drop for Installation {
     fn drop(&mut self) {
-        for child in self.agents.iter_mut().chain(&mut self.server) {
+        let mut own: Vec<&mut Child> = self.agents.iter_mut().chain(&mut self.server).collect();
+        for child in &mut own {
             // One that has ended is not there any more.
             let _ = child.kill();
-            let _ = child.wait();
+        }
+        // They start nothing more once they have ended. One that waits for a pool ends only when nothing serves that any more.
+        for child in &mut own {
+            children::ended_within(child, ENDED);
         }
         // Guests and filters outlive an agent.
-        for pid in self.runs.iter().flat_map(|run| on_record(run)) {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-        }
+        self.runs.iter().flat_map(|run| on_record(run)).for_each(children::kill_hard);
         // What serves a pool outlives it, too; and nothing of the pool goes with the directory that it is mounted in.
-        self.mounted.iter().for_each(|place| mount::end(place));
+        self.mounted.iter().for_each(|(place, _)| mount::end(place));
+        own.into_iter().for_each(children::end);
     }
 }
 

@@ -6,7 +6,7 @@
 //! | [`systems`] | the servers under test |
 //! | [`definition`], [`catalogue`], [`run`], [`claim`] | experiments as files, and running them |
 //! | [`outcome`], [`storage`] | what measuring gives; where disks are |
-//! | [`subject`], [`stop`] | the order of measuring, whatever is measured; ending before it is through |
+//! | [`subject`], [`stop`], `children` | the order of measuring, whatever is measured; ending before it is through; processes |
 //! | [`operation`] | operations of a whole installation |
 //! | [`migration`] | running guests that move to another host, beside QEMU's own migration |
 //! | [`ceph`] | a Ceph cluster on this machine |
@@ -20,6 +20,7 @@
 pub mod arguments;
 pub mod catalogue;
 pub mod ceph;
+mod children;
 pub mod claim;
 pub mod clock;
 pub mod computed_limit;

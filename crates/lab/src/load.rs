@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
-use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation};
+use vmseal_initiator::{Completion, Initiator, InitiatorError, Operation, STALL};
 
 use crate::clock::{self, ProcessClock};
 use crate::pattern::Pattern;
-use crate::stop;
+use crate::stop::{self, LOOK_EVERY, Stopped};
 use crate::system_error::SystemError;
 
 /// Latencies are recorded from 1 ns to a minute with two significant digits: finer than the noise of a run.
@@ -173,6 +173,9 @@ pub fn latencies() -> Histogram<u64> {
 /// Why a load ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
+    /// A signal has asked for the end.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
     /// The server violates the protocol, or is gone.
     #[error(transparent)]
     Initiator(#[from] InitiatorError),
@@ -264,7 +267,7 @@ pub fn run_side_by_side(
                 })
             })
             .collect();
-        std::thread::sleep(warm_up);
+        stop::sleep(warm_up);
         let (start, before) = (Reading::now(server), all_done());
         signals.measuring.store(true, Ordering::Relaxed);
         stop::sleep(measured);
@@ -484,7 +487,10 @@ impl<'a> Load<'a> {
             if !self.completions.is_empty() {
                 break;
             }
-            self.initiator.wait()?;
+            match self.initiator.wait_for(LOOK_EVERY) {
+                Err(InitiatorError::Stalled) if self.last.elapsed() < STALL => stop::check()?,
+                waited => waited?,
+            }
         }
         let now = Instant::now();
         self.gaps.add(self.last, now);
@@ -552,6 +558,7 @@ impl<'a> Load<'a> {
             Extent::Requests(_) => {
                 while self.in_flight > 0 {
                     self.turn()?;
+                    stop::check()?;
                 }
             }
         }
@@ -648,7 +655,7 @@ mod tests {
             Ok(())
         }
 
-        fn wait(&mut self) -> Result<(), InitiatorError> {
+        fn wait_for(&mut self, _limit: Duration) -> Result<(), InitiatorError> {
             Err(InitiatorError::Stalled)
         }
     }

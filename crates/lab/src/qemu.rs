@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
+use crate::children;
 use crate::outcome::OperationError;
-use crate::stop;
+use crate::stop::{self, LOOK_EVERY, Stopped};
 
 const QEMU: &str = "qemu-system-x86_64";
 /// How long a QEMU may take to listen, and to say what is waited for while it migrates.
@@ -52,9 +53,7 @@ pub struct Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // One that has ended is not there any more.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        children::end(&mut self.child);
     }
 }
 
@@ -101,14 +100,20 @@ impl Qemu {
     }
 
     fn read(&mut self) -> Result<Value, OperationError> {
-        let mut line = String::new();
-        let read = self.monitor.read_line(&mut line);
+        let (begun, mut line) = (Instant::now(), Vec::new());
+        let read = loop {
+            match self.monitor.read_until(b'\n', &mut line) {
+                // What has come of the line is kept.
+                Err(error) if is_late(&error) && begun.elapsed() < ANSWER => stop::check()?,
+                read => break read,
+            }
+        };
         let said = match read {
-            Ok(0) => "it has ended".to_owned(),
             Err(error) => error.to_string(),
-            Ok(_) => match serde_json::from_str(&line) {
+            Ok(_) if line.is_empty() => "it has ended".to_owned(),
+            Ok(_) => match serde_json::from_slice(&line) {
                 Ok(value) => return Ok(value),
-                Err(_) => line,
+                Err(_) => String::from_utf8_lossy(&line).into_owned(),
             },
         };
         Err(OperationError::Command { what: format!("{QEMU}: its monitor"), said })
@@ -193,17 +198,23 @@ impl Qemu {
     }
 }
 
+/// Whether nothing has come within the time of a socket.
+fn is_late(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
 fn connect(socket: &Path, child: &mut Child) -> io::Result<BufReader<UnixStream>> {
     let begun = Instant::now();
     loop {
         match UnixStream::connect(socket) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(ANSWER))?;
+                stream.set_read_timeout(Some(LOOK_EVERY))?;
                 return Ok(BufReader::new(stream));
             }
             Err(error) if begun.elapsed() > START || child.try_wait()?.is_some() => {
                 return Err(error);
             }
+            Err(_) if stop::asked() => return Err(io::Error::other(Stopped)),
             Err(_) => std::thread::sleep(Duration::from_millis(2)),
         }
     }

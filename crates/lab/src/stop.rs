@@ -3,31 +3,45 @@
 //! the processes that were started are killed, and at last this one ends and says what it leaves.
 //!
 //! ```text
-//! signal ─► what measures ends ─► END: children are killed ─► KILLED: what is left is told, and the process ends
+//! signal ─► what measures ends ─► SERVED: what serves mounts is killed ─► END: all processes that were started are killed
+//!                              ─► KILLED: what is left is told, and the process ends
 //! ```
 
-use std::io;
-use std::process::{Command, Output, Stdio};
+use std::io::{self, Write};
+use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
-use nix::unistd::Pid;
+use nix::sys::prctl::set_child_subreaper;
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+use crate::children;
 
 /// How often what waits looks: seldom enough that nothing of it shows in what is measured meanwhile.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// How long the end may take after a signal. It takes seconds; a pool that does not answer is unmounted within 20 of them, and a
-/// cluster that does not answer is asked for 10.
-const END: Duration = Duration::from_secs(60);
-/// How long it may take once the processes are killed that it may be waiting for.
-const KILLED: Duration = Duration::from_secs(15);
 /// How often it is looked whether a signal has come: while something is measured, that is all that this does.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
+/// How long the end may take after a signal until what serves mounts is killed. It takes seconds. Who asks a mount of a cluster that does
+/// not answer waits in the kernel, where no signal reaches him, until nothing serves it.
+const SERVED: Duration = Duration::from_secs(20);
+/// How long it may take from then on until all processes are killed: a cluster that does not answer is asked for 10 seconds, and there may
+/// be three.
+const END: Duration = Duration::from_secs(35);
+/// How long it may take once the processes are killed that it may be waiting for.
+const KILLED: Duration = Duration::from_secs(15);
+/// How long it may take to say something. Nobody may read it.
+const TOLD: Duration = Duration::from_secs(1);
 /// The exit code of `vmseal` when a signal ends it, as its --help says.
 const INTERRUPTED: i32 = 130;
+
+/// What asks for the end.
+const SIGNALS: [Signal; 2] = [Signal::SIGTERM, Signal::SIGINT];
+
+/// The processes that serve mounts, while they do.
+static SERVING: Mutex<Vec<i32>> = Mutex::new(Vec::new());
 
 /// What would be left if this process ended now, in the words of a message.
 static LEFT: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -50,7 +64,7 @@ pub(crate) struct Left {
 impl Left {
     /// Notes it: what it is, and how it goes when this process has not removed it.
     pub(crate) fn new(what: String) -> Self {
-        lock().push(what.clone());
+        lock(&LEFT).push(what.clone());
         Self { what, stays: false }
     }
 
@@ -63,7 +77,7 @@ impl Left {
 impl Drop for Left {
     fn drop(&mut self) {
         if !self.stays {
-            let mut left = lock();
+            let mut left = lock(&LEFT);
             if let Some(at) = left.iter().position(|it| *it == self.what) {
                 left.remove(at);
             }
@@ -71,13 +85,31 @@ impl Drop for Left {
     }
 }
 
-fn lock() -> std::sync::MutexGuard<'static, Vec<String>> {
-    // A list of texts is whole whatever has panicked.
-    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+/// A process that serves a mount, while this lasts.
+#[derive(Debug)]
+pub(crate) struct Serves(i32);
+
+impl Serves {
+    /// Notes it.
+    pub(crate) fn new(pid: u32) -> Self {
+        lock(&SERVING).push(pid.cast_signed());
+        Self(pid.cast_signed())
+    }
+}
+
+impl Drop for Serves {
+    fn drop(&mut self) {
+        lock(&SERVING).retain(|pid| *pid != self.0);
+    }
+}
+
+fn lock<T>(list: &'static Mutex<Vec<T>>) -> std::sync::MutexGuard<'static, Vec<T>> {
+    // A list is whole whatever has panicked.
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn left() -> Vec<String> {
-    lock().clone()
+    lock(&LEFT).clone()
 }
 
 /// How a run has ended that leaves this.
@@ -89,14 +121,15 @@ fn ended(left: &[String]) -> String {
 }
 
 /// Has SIGTERM and SIGINT ask for the end, instead of leaving behind what was started, and ends this process where that takes too
-/// long.
+/// long. From then on what its children leave when they die are its own children.
 ///
 /// # Errors
 /// The kernel refuses a handler, or a thread.
 pub fn on_signals() -> io::Result<()> {
+    set_child_subreaper(true)?;
     let handler = SigHandler::Handler(note);
     let action = SigAction::new(handler, SaFlags::SA_RESTART, SigSet::empty());
-    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+    for signal in SIGNALS {
         // SAFETY: the handler stores to an atomic and does nothing else, which may be done in any signal handler.
         let set = unsafe { sigaction(signal, &action) };
         set?;
@@ -108,35 +141,48 @@ pub fn on_signals() -> io::Result<()> {
 fn watch() {
     while !asked() {
         std::thread::sleep(WATCH_EVERY);
-    }
-    std::thread::sleep(END);
-    eprintln!("the end takes more than {} s: processes are killed", END.as_secs());
-    kill_children();
-    std::thread::sleep(KILLED);
-    eprintln!("stopped by a signal: {}", ended(&left()));
-    std::process::exit(INTERRUPTED);
-}
-
-/// Kills the processes that this one has started, so that nobody waits for them any more: requests to a mount fail once nothing serves
-/// it. Daemons of clusters are not among them, as they were started before.
-fn kill_children() {
-    let this = std::process::id();
-    for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else {
-            continue;
-        };
-        let stat = std::fs::read_to_string(process.path().join("stat")).unwrap_or_default();
-        if parent(&stat) == Some(this) {
-            // One that has just ended needs none. Its process id is not given away again as soon as this.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        if is_pending(&std::fs::read_to_string("/proc/self/status").unwrap_or_default()) {
+            ASKED.store(true, Ordering::Relaxed);
         }
     }
+    std::thread::sleep(SERVED);
+    kill_serving();
+    std::thread::sleep(END);
+    tell(format!("the end takes more than {} s: processes are killed", (SERVED + END).as_secs()));
+    children::kill_descendants();
+    std::thread::sleep(KILLED);
+    // What was started meanwhile, or by what has died.
+    children::kill_descendants();
+    tell(format!("stopped by a signal: {}", ended(&left())));
+    // SAFETY: it only ends the process. Nothing is called that could wait for another thread.
+    unsafe { nix::libc::_exit(INTERRUPTED) }
 }
 
-/// The parent of a process, by the text of its `stat`. The name of its program is in parentheses and may have any characters.
-fn parent(stat: &str) -> Option<u32> {
-    let (_, after_name) = stat.rsplit_once(')')?;
-    after_name.split_whitespace().nth(1)?.parse().ok()
+/// Whether such a signal has come and no thread has taken it, by the text of a process's `status`: the kernel gives it to one of them,
+/// and that may wait for a mount that does not answer.
+fn is_pending(status: &str) -> bool {
+    let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+    let pending = pending.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    SIGNALS.into_iter().any(|signal| pending & (1_u64 << (signal as i32 - 1)) != 0)
+}
+
+/// Kills what serves mounts: requests to them fail then.
+fn kill_serving() {
+    for pid in lock(&SERVING).iter() {
+        children::kill_hard(*pid);
+    }
+}
+
+/// Says something on standard error. Where nobody reads that, or another thread waits there, this does not wait for long.
+fn tell(text: String) {
+    let (told, heard) = channel();
+    let say = move || {
+        let _ = writeln!(io::stderr(), "{text}");
+        let _ = told.send(());
+    };
+    if std::thread::Builder::new().name("tell".to_owned()).spawn(say).is_ok() {
+        let _ = heard.recv_timeout(TOLD);
+    }
 }
 
 extern "C" fn note(_signal: std::ffi::c_int) {
@@ -174,33 +220,21 @@ pub(crate) fn sleep(time: Duration) {
 /// Runs a command, which is killed when the end is asked for; how it ended, and what it said.
 ///
 /// # Errors
-/// As running it.
+/// As running it; [`Stopped`] of one that was killed.
 pub(crate) fn output(command: &mut Command) -> io::Result<Output> {
-    output_unless(&ASKED, command)
+    output_unless(asked, command)
 }
 
-fn output_unless(asked: &AtomicBool, command: &mut Command) -> io::Result<Output> {
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-    let pid = Pid::from_raw(child.id().cast_signed());
-    let (ends, ended) = channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            while ended.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                if asked.load(Ordering::Relaxed) {
-                    // One that has just ended needs none. Its process id is not given away again as soon as this.
-                    let _ = kill(pid, Signal::SIGKILL);
-                }
-            }
-        });
-        let output = child.wait_with_output();
-        drop(ends);
-        output
-    })
+fn output_unless(asked: impl Fn() -> bool, command: &mut Command) -> io::Result<Output> {
+    // It has as long as it takes, and no time once the end is asked for.
+    let ended = children::output_within(command, (Duration::MAX, Duration::ZERO), asked)?;
+    ended.map_err(|_| io::Error::other(Stopped))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::process::ExitStatusExt;
+    use nix::sys::signal::kill;
+    use nix::unistd::Pid;
 
     use super::*;
 
@@ -221,24 +255,49 @@ mod tests {
     }
 
     #[test]
-    fn children_are_known_by_their_parent_whatever_they_are_named() {
-        assert_eq!(parent("17 (a ) S 3 (b)) S 4 17 17 0 -1"), Some(4));
-        assert_eq!(parent(""), None);
+    fn what_serves_a_mount_is_known_while_it_does() {
+        let is_known = |pid: i32| lock(&SERVING).contains(&pid);
+        // No process has such an id.
+        let (one, other) = (Serves::new(i32::MAX as u32), Serves::new(i32::MAX as u32 - 1));
+        assert!(is_known(i32::MAX) && is_known(i32::MAX - 1));
+        drop(one);
+        assert!(!is_known(i32::MAX) && is_known(i32::MAX - 1));
+        drop(other);
+    }
+
+    #[test]
+    fn a_signal_that_no_thread_takes_is_seen() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(parent(&stat), Some(std::process::id()));
+        let pid = child.id();
+        let status = || std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let send = |signal| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap();
+        send(Signal::SIGSTOP);
+        let begun = Instant::now();
+        while !status().lines().any(|line| line.starts_with("State:\tT")) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{}", status());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        send(Signal::SIGUSR1);
+        assert!(!is_pending(&status()), "{}", status());
+        send(Signal::SIGTERM);
+        assert!(is_pending(&status()), "{}", status());
+        children::end(&mut child);
+    }
+
+    /// What a user may rely on: docs/benchmarks.md.
+    #[test]
+    fn a_run_ends_within_75_seconds_of_a_signal() {
+        let longest = WATCH_EVERY + SERVED + END + TOLD + KILLED + TOLD;
+        assert!(longest <= Duration::from_secs(75), "{longest:?}");
     }
 
     #[test]
     fn a_command_is_killed_when_the_end_is_asked_for() {
-        let (going_on, asked) = (AtomicBool::new(false), AtomicBool::new(true));
-        let said = output_unless(&going_on, Command::new("echo").arg("done")).unwrap();
+        let said = output_unless(|| false, Command::new("echo").arg("done")).unwrap();
         assert!(said.status.success() && said.stdout == b"done\n");
         let begun = Instant::now();
-        let killed = output_unless(&asked, Command::new("sleep").arg("600")).unwrap();
-        assert_eq!(killed.status.signal(), Some(Signal::SIGKILL as i32));
+        let killed = output_unless(|| true, Command::new("sleep").arg("600")).unwrap_err();
+        assert!(killed.to_string().contains("stopped by a signal"), "{killed}");
         assert!(begun.elapsed() < Duration::from_secs(60));
     }
 }

@@ -10,15 +10,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, umount2};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tempfile::TempDir;
 use vmseal_api::datastore::RbdPool;
 use vmseal_api::rbd::{MOUNTED_ATTRIBUTE, MOUNTED_MAX, Mounted};
 
 use super::error::CephError;
 use super::tools;
-use crate::stop::Left;
+use crate::children;
+use crate::stop::{self, Left, Serves};
 
 /// The program.
 const PROGRAM: &str = "vmseal-rbd";
@@ -26,6 +25,8 @@ const PROGRAM: &str = "vmseal-rbd";
 const START: Duration = Duration::from_secs(40);
 /// How long the program may take to end once nothing is mounted: it closes images, and leaves the cluster.
 const STOP: Duration = Duration::from_secs(10);
+/// The same once a signal has asked for the end: where the cluster does not answer it never closes them.
+const STOP_AT_THE_END: Duration = Duration::from_secs(2);
 /// How long a killed one may take.
 const KILLED: Duration = Duration::from_secs(10);
 /// How often it is looked whether it has.
@@ -37,6 +38,7 @@ pub struct Mount {
     process: Child,
     directory: PathBuf,
     channel: PathBuf,
+    _serves: Serves,
     _left: Left,
     /// With its log and the record of its process.
     _home: TempDir,
@@ -66,8 +68,15 @@ impl Mount {
         })?;
         let at = directory.display();
         let left = Left::new(format!("the mount of a pool: umount -l {at}"));
-        let mut mount =
-            Self { process, directory, channel: PathBuf::new(), _left: left, _home: home };
+        let serves = Serves::new(process.id());
+        let mut mount = Self {
+            process,
+            directory,
+            channel: PathBuf::new(),
+            _serves: serves,
+            _left: left,
+            _home: home,
+        };
         let mounted = mount.until_mounted().and_then(|()| channel(&mount.directory));
         mount.channel = mounted.map_err(|what| {
             let said = tools::end_of(&log);
@@ -85,6 +94,7 @@ impl Mount {
             if let Some(status) = self.process.try_wait().map_err(failed)? {
                 return Err(format!("{PROGRAM} ended with {status}"));
             }
+            stop::check().map_err(|stopped| stopped.to_string())?;
             if begun.elapsed() > START {
                 return Err(format!("{PROGRAM} has not mounted it within {} s", START.as_secs()));
             }
@@ -115,9 +125,7 @@ impl Mount {
 impl Drop for Mount {
     fn drop(&mut self) {
         end(&self.directory);
-        // One that has ended is not there any more.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        children::end(&mut self.process);
     }
 }
 
@@ -157,12 +165,12 @@ pub fn end(place: &Path) {
     let _ = umount2(place, MntFlags::MNT_DETACH);
     let begun = Instant::now();
     while let Some(pid) = serving(place) {
-        if begun.elapsed() > STOP + KILLED {
+        let stop = if stop::asked() { STOP_AT_THE_END } else { STOP };
+        if begun.elapsed() > stop + KILLED {
             return;
         }
-        if begun.elapsed() > STOP {
-            // One that has just ended needs none.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        if begun.elapsed() > stop {
+            children::kill_hard(pid);
         }
         std::thread::sleep(LOOK_EVERY);
     }

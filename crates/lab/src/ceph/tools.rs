@@ -4,15 +4,13 @@ use std::ffi::OsStr;
 use std::io::{self, Read};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
 use super::error::CephError;
 use super::layout::Layout;
-use crate::stop;
+use crate::{children, stop};
 
 /// The programs that a cluster needs.
 pub const PROGRAMS: [&str; 7] =
@@ -25,8 +23,6 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// How long it may take once a signal has asked for the end: as long as `ceph` tries to reach the monitor. A cluster whose disk is full
 /// may never answer.
 const STOPPED_LIMIT: Duration = Duration::from_secs(10);
-/// How often it is looked whether one has.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How much of what a failed tool said an error quotes, in bytes.
 const QUOTED: usize = 600;
 
@@ -78,62 +74,15 @@ fn run_within(
     asked: impl Fn() -> bool,
 ) -> Result<Vec<u8>, CephError> {
     let what = shown(&command);
-    let name = command.get_program().to_string_lossy().into_owned();
-    let failed = |source| CephError::Program { program: name.clone(), source };
-    let mut child =
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(failed)?;
-    // Both ends close when the program has ended, and then nobody sends any more.
-    let (open, closed) = mpsc::channel();
-    let printed = child.stdout.take().map(|pipe| read(pipe, open.clone()));
-    let said = child.stderr.take().map(|pipe| read(pipe, open));
-    if let Err(limit) = wait(&closed, limits, asked) {
-        child.kill().map_err(failed)?;
-        child.wait().map_err(failed)?;
-        return Err(CephError::NoAnswer { what, seconds: limit.as_secs() });
+    let ended = children::output_within(&mut command, limits, asked).map_err(|source| {
+        let program = command.get_program().to_string_lossy().into_owned();
+        CephError::Program { program, source }
+    })?;
+    match ended {
+        Ok(output) if output.status.success() => Ok(output.stdout),
+        Ok(output) => Err(CephError::Command { what, said: end(&output.stderr) }),
+        Err(limit) => Err(CephError::NoAnswer { what, seconds: limit.as_secs() }),
     }
-    let status = child.wait().map_err(failed)?;
-    let text = |thread: Option<thread::JoinHandle<Vec<u8>>>| {
-        thread.and_then(|thread| thread.join().ok()).unwrap_or_default()
-    };
-    match status.success() {
-        true => Ok(text(printed)),
-        false => Err(CephError::Command { what, said: end(&text(said)) }),
-    }
-}
-
-/// Waits until nobody sends any more; else gives the time that it had.
-fn wait(
-    closed: &mpsc::Receiver<()>,
-    (limit, stopped_limit): (Duration, Duration),
-    asked: impl Fn() -> bool,
-) -> Result<(), Duration> {
-    let begun = Instant::now();
-    let mut stopped: Option<Instant> = None;
-    while closed.recv_timeout(LOOK_EVERY) == Err(RecvTimeoutError::Timeout) {
-        if stopped.is_none() && asked() {
-            stopped = Some(Instant::now());
-        }
-        if stopped.is_some_and(|it| it.elapsed() >= stopped_limit) {
-            return Err(stopped_limit);
-        }
-        if begun.elapsed() >= limit {
-            return Err(limit);
-        }
-    }
-    Ok(())
-}
-
-fn read(
-    mut pipe: impl Read + Send + 'static,
-    open: mpsc::Sender<()>,
-) -> thread::JoinHandle<Vec<u8>> {
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        // What was read before an error is all that there is.
-        let _ = pipe.read_to_end(&mut bytes);
-        drop(open);
-        bytes
-    })
 }
 
 /// A command as a user types it; the one with which it was given `-c` has the same for all.
@@ -207,6 +156,8 @@ impl Tools<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
 
     #[test]

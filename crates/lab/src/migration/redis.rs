@@ -7,13 +7,14 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::dip::{self, Answer};
+use crate::children;
 use crate::definition::Mix;
 use crate::outcome::{OperationError, Served};
-use crate::stop;
+use crate::stop::{self, LOOK_EVERY};
 
 /// Builds the guest's disk, with this option, and prints its path; in a checkout of vmseal.
 const BUILDS: &str = "scripts/build-network-guest";
@@ -60,9 +61,7 @@ impl Killed {
 
 impl Drop for Killed {
     fn drop(&mut self) {
-        // One that has ended is not there any more.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        children::end(&mut self.0);
     }
 }
 
@@ -130,9 +129,16 @@ impl RedisGuest {
             // Nobody listens if it took too long.
             let _ = shown.send(has);
         });
-        match seen.recv_timeout(BOOTS) {
-            Ok(true) => Ok(()),
-            _ => Err(failed("no shell has answered on the guest's console".to_owned())),
+        let begun = Instant::now();
+        loop {
+            match seen.recv_timeout(LOOK_EVERY) {
+                Ok(true) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) if begun.elapsed() < BOOTS => stop::check()?,
+                _ => {
+                    let said = "no shell has answered on the guest's console";
+                    return Err(failed(said.to_owned()));
+                }
+            }
         }
     }
 

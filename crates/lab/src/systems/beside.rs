@@ -17,6 +17,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::transfer::ImageFormat;
 
 use super::{Acted, DATA_OFFSET, Place, Program, SystemError};
+use crate::stop;
 
 /// The longest that a server may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -99,7 +100,10 @@ impl Beside {
     /// Does what is done once in a cell, `after` this time; from when to when the guest may have waited.
     pub(super) fn act(&self, place: &Place, after: Duration) -> Result<Option<Acted>, SystemError> {
         let Self::Snapshot(_) = self else { return Ok(None) };
-        std::thread::sleep(after);
+        stop::sleep(after);
+        if stop::asked() {
+            return Ok(None);
+        }
         let path = place.directory.join("control");
         let taken = take_snapshot(place, &path);
         taken.map(Some).map_err(|source| SystemError::File { path, source })

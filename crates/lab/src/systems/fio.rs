@@ -17,7 +17,7 @@ use super::{Librbd, OwnLoad, OwnResult, Place, Program, Server, System, SystemEr
 use crate::ceph::{client, tools};
 use crate::clock::{self, ProcessClock};
 use crate::load::{self, Direction, Order, Workload};
-use crate::stop;
+use crate::{children, stop};
 
 /// How much longer than its load fio may take: it connects to the cluster, and ends what is in flight.
 const MORE: Duration = Duration::from_secs(120);
@@ -194,9 +194,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // One that has ended is not there any more.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        children::end(&mut self.0);
     }
 }
 

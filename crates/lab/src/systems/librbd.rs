@@ -2,9 +2,12 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::CpuSet;
 use vmseal_api::datastore::RbdPool;
 
@@ -13,6 +16,8 @@ use super::{
     DATA_OFFSET, Place, Program, Server, System, SystemError, Transport, luks_image, storage_daemon,
 };
 use crate::ceph::{client, tools};
+use crate::children;
+use crate::stop::{self, LOOK_EVERY};
 
 /// What `rbd create --size` counts in.
 const MIB: u64 = 1 << 20;
@@ -156,10 +161,24 @@ impl Export {
         let output = process.stdout.take().ok_or_else(|| io::Error::other("it has no output"))?;
         Ok(Self { process, output, log })
     }
+
+    /// Waits until there is something to read, or will be no more.
+    fn until_ready(&self) -> io::Result<()> {
+        let limit = PollTimeout::try_from(LOOK_EVERY).map_err(io::Error::other)?;
+        loop {
+            let mut output = [PollFd::new(self.output.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut output, limit) {
+                Ok(0) | Err(Errno::EINTR) => stop::check().map_err(io::Error::other)?,
+                Ok(_) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
 }
 
 impl Read for Export {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.until_ready()?;
         let length = self.output.read(buffer)?;
         // A pipe ends in the same way when its writer fails.
         if length == 0 && !buffer.is_empty() {
@@ -180,9 +199,7 @@ fn ended(process: &mut Child, log: &Path) -> io::Result<()> {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        // One that has ended is not there any more.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        children::end(&mut self.process);
     }
 }
 

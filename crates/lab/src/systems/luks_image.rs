@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::{Place, Program, SystemError};
 use crate::luks1::{FORMAT, FORMAT_ATTEMPTS};
+use crate::stop;
 
 /// The file with the test's passphrase: it protects nothing, but a passphrase must not be in argv.
 pub(super) fn passphrase(place: &Place) -> PathBuf {
@@ -44,7 +45,7 @@ fn format(system: &'static str, image_tool: &Program, place: &Place) -> Result<(
         .args(FORMAT)
         .arg(place.disk())
         .arg(place.size.to_string());
-    let output = command.output().map_err(|e| image_tool.failed(e))?;
+    let output = stop::output(&mut command).map_err(|e| image_tool.failed(e))?;
     if output.status.success() {
         return Ok(());
     }

@@ -25,6 +25,7 @@ pub use self::storage_daemon::StorageDaemon;
 pub use self::vmseal::{SEVERAL, Vmseal};
 use crate::load::Workload;
 use crate::pattern::Pattern;
+use crate::stop;
 pub use crate::system_error::SystemError;
 
 /// The systems under test, by name.
@@ -232,6 +233,7 @@ fn plain_sectors(mut kept: impl Read, pattern: Pattern, sectors: u64) -> io::Res
     let mut found = 0;
     let mut piece = vec![0; PIECE as usize];
     loop {
+        stop::check().map_err(io::Error::other)?;
         let length = fill(&mut kept, &mut piece)?;
         if length == 0 {
             return Ok(found);

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use vmseal_initiator::{Initiator, InitiatorError, Nbd, VhostUser, Wait};
 
 use super::{Place, SystemError};
+use crate::{children, stop};
 
 /// How long a server may take to create its socket. QEMU's key derivation takes about a second.
 const START: Duration = Duration::from_secs(30);
@@ -49,7 +50,7 @@ impl Program {
     pub(super) fn make_layer(&self, image: &Path, layer: &Path) -> Result<(), SystemError> {
         let mut command = self.command();
         command.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(image).arg(layer);
-        let output = command.output().map_err(|source| self.failed(source))?;
+        let output = stop::output(&mut command).map_err(|source| self.failed(source))?;
         if output.status.success() {
             return Ok(());
         }
@@ -125,6 +126,7 @@ impl Server {
             if begin.elapsed() > START {
                 return Err(format!("no socket after {} s", START.as_secs()));
             }
+            stop::check().map_err(|stopped| stopped.to_string())?;
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(())
@@ -196,31 +198,25 @@ impl Server {
         self.child.id()
     }
 
-    fn stop(&mut self) -> io::Result<()> {
-        if self.child.try_wait()?.is_some() {
-            return Ok(());
+    /// Has it end by itself, unless it takes too long: what is measured when a signal has asked for the end does not count.
+    fn stop(&mut self) {
+        if children::ended_within(&mut self.child, Duration::ZERO) {
+            return;
         }
-        let pid = i32::try_from(self.child.id()).map_err(io::Error::other)?;
-        kill(Pid::from_raw(pid), Signal::SIGTERM)?;
-        let begin = Instant::now();
-        while begin.elapsed() < STOP {
-            if self.child.try_wait()?.is_some() {
-                return Ok(());
+        if !stop::asked() {
+            // It is a child that nobody has waited for: the number is its own. What fails here is done below.
+            let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
+            if children::ended_within(&mut self.child, STOP) {
+                return;
             }
-            std::thread::sleep(Duration::from_millis(2));
         }
-        self.child.kill()?;
-        self.child.wait().map(drop)
+        children::end(&mut self.child);
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.stop().is_err() {
-            // SIGTERM failed. SIGKILL cannot fail, as the child is ours and not reaped yet.
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
+        self.stop();
         for socket in &self.sockets {
             let _ = remove(socket);
         }
