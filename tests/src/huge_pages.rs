@@ -10,7 +10,6 @@ pub const DIRECTORY: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Waits for the turn of a test that takes or counts them, which it has until this is dropped: all tests are one process.
-#[must_use]
 pub fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }

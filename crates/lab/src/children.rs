@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::stop::{self, LOOK_EVERY};
+use crate::asked::{self, LOOK_EVERY};
 
 /// The shortest and the longest pause between two looks whether a process has ended that ends now. The first is short, as some of them are
 /// timed.
@@ -40,7 +40,7 @@ pub(crate) fn ended_within(child: &mut Child, limit: Duration) -> bool {
 pub(crate) fn end(child: &mut Child) {
     // One that has ended is not there any more.
     let _ = child.kill();
-    ended_within(child, if stop::asked() { KILLED_AT_THE_END } else { KILLED });
+    ended_within(child, if asked::asked() { KILLED_AT_THE_END } else { KILLED });
 }
 
 /// Runs a command to its end, with what it prints and says. Where it does not end within the first time, or within the second from when

@@ -18,6 +18,7 @@
 //! | [`page`], [`plot`], [`course`] | the results for a browser |
 
 pub mod arguments;
+mod asked;
 pub mod catalogue;
 pub mod ceph;
 mod children;

@@ -9,7 +9,6 @@
 
 use std::io::{self, Write};
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,10 +16,9 @@ use std::time::{Duration, Instant};
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
+use crate::asked;
+pub(crate) use crate::asked::{LOOK_EVERY, asked};
 use crate::children;
-
-/// How often what waits looks: seldom enough that nothing of it shows in what is measured meanwhile.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How often it is looked whether a signal has come: while something is measured, that is all that this does.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -45,9 +43,6 @@ static SERVING: Mutex<Vec<i32>> = Mutex::new(Vec::new());
 
 /// What would be left if this process ended now, in the words of a message.
 static LEFT: Mutex<Vec<String>> = Mutex::new(Vec::new());
-
-/// No other data depends on it, so no memory ordering is needed.
-static ASKED: AtomicBool = AtomicBool::new(false);
 
 /// A signal has asked for the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -142,7 +137,7 @@ fn watch() {
     while !asked() {
         std::thread::sleep(WATCH_EVERY);
         if is_pending(&std::fs::read_to_string("/proc/self/status").unwrap_or_default()) {
-            ASKED.store(true, Ordering::Relaxed);
+            asked::note();
         }
     }
     std::thread::sleep(SERVED);
@@ -186,12 +181,7 @@ fn tell(text: String) {
 }
 
 extern "C" fn note(_signal: std::ffi::c_int) {
-    ASKED.store(true, Ordering::Relaxed);
-}
-
-/// Whether the end was asked for.
-pub(crate) fn asked() -> bool {
-    ASKED.load(Ordering::Relaxed)
+    asked::note();
 }
 
 /// Goes on unless the end was asked for.

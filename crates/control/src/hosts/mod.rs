@@ -5,6 +5,7 @@ pub mod connector;
 #[cfg(test)]
 mod connector_tests;
 mod datastores;
+mod earlier_agents;
 mod evacuated;
 pub mod join;
 mod key_delivery;
@@ -36,10 +37,11 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::connector::HostConnector;
 use self::datastores::DatastoreMonitor;
+pub use self::earlier_agents::for_agent;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    definition_at, definition_with, for_agent, read as definition, register, register_with,
+    definition_at, definition_with, read as definition, register, register_with,
     register_without_key, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;

@@ -36,6 +36,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
 
 use super::alarms;
+use super::earlier_agents::for_agent;
 use super::evacuated;
 use super::key_delivery::{Delivery, KeyDeliveries};
 use super::keys::Purpose;
@@ -405,7 +406,7 @@ impl Monitor {
         if seen.is_none_or(|seen| seen.power == Power::Off) {
             let known = (&vm, &spec);
             restored::settle(&self.store, &*self.agent, Some(description), known).await?;
-            self.agent.register_vm(registration::for_agent(spec, Some(description))).await?;
+            self.agent.register_vm(for_agent(spec, Some(description))).await?;
         }
         Ok(true)
     }
@@ -460,7 +461,7 @@ impl Monitor {
             let known = (&vm, &spec);
             restored::settle(&self.store, &*self.agent, Some(description), known).await?;
             self.agent.unregister_vm(vm.id).await?;
-            let spec = registration::for_agent(spec, Some(description));
+            let spec = for_agent(spec, Some(description));
             self.agent.register_vm(spec).await
         };
         match again.await {

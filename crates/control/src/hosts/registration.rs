@@ -1,14 +1,13 @@
 //! The registration of a VM on its host.
 
-use vmseal_api::host::version::{ABOUT, DESCRIPTORS, IMAGE_LAYOUTS, PANIC, SNAPSHOTS, STALLS};
 use vmseal_api::host::{
-    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, HostDescription, NicSpec, SnapshotSpec,
-    VmSpec,
+    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec,
 };
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::earlier_agents::for_agent;
 use super::{Hosts, restored};
 use crate::store::datastores;
 use crate::store::disks::{self, Disk};
@@ -69,29 +68,6 @@ fn spec_of_snapshot(of: Snapshot) -> SnapshotSpec {
         current: of.current,
         disks: of.disks,
     }
-}
-
-/// A definition without what the host's agent does not know. When ways to pools were changed, which is in more than definitions, is left out
-/// by [`HostClient`](vmseal_api::client::HostClient).
-#[must_use]
-pub fn for_agent(spec: VmSpec, description: Option<&HostDescription>) -> VmSpec {
-    let knows = |feature: &str| {
-        let features = description.map_or(&[][..], |host| &host.features);
-        features.iter().any(|it| it == feature)
-    };
-    let policy = spec.policy.filter(|_| knows(DESCRIPTORS));
-    let snapshots = if knows(SNAPSHOTS) { spec.snapshots } else { Vec::new() };
-    let images = spec.images.filter(|_| knows(IMAGE_LAYOUTS));
-    let hardware = if knows(PANIC) { spec.hardware } else { spec.hardware.without_crash() };
-    let about = spec.about.filter(|_| knows(ABOUT));
-    let mut devices = spec.devices;
-    // Its start is refused there, as its guest would wait.
-    for device in devices.iter_mut().filter(|_| !knows(STALLS)) {
-        if let Device::Disk(disk) = device {
-            disk.limits.stall_timeout = None;
-        }
-    }
-    VmSpec { policy, snapshots, hardware, images, about, devices, ..spec }
 }
 
 /// A VM and its definition for the host; `None` if the inventory does not have it.

@@ -15,7 +15,7 @@ use vmseal_api::host::{HostAgent, HostDescription, VmChange, VmSpec};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::registration::for_agent;
+use super::earlier_agents::for_agent;
 use crate::operation::Operation;
 use crate::store::events::{self, Filter, NewEvent};
 use crate::store::vms::{self, Vm};

@@ -17,8 +17,9 @@ use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
+use super::authentic::is_made_with;
 use super::rekeyed::encrypted;
-use super::{Known, check_image, check_nics, is_made_with, place};
+use super::{Known, check_image, check_nics, place};
 use crate::hosts::restored;
 use crate::operation::Definition;
 use crate::services::caller::{Caller, Privilege};
