@@ -108,7 +108,7 @@ fn read(mut pipe: impl Read + Send + 'static, open: mpsc::Sender<()>) -> JoinHan
 }
 
 /// Kills all processes that descend from this one, so that nobody waits for them any more: requests to a mount fail once nothing serves
-/// it. Daemons of clusters are not among them, as they were started before.
+/// it. Daemons of clusters are not among them, as another command has started them.
 pub(crate) fn kill_descendants() {
     descendants(std::process::id().cast_signed()).into_iter().for_each(kill_hard);
 }

@@ -395,6 +395,9 @@ pub async fn restore(
     if let Some(name) = &request.name {
         check_name(name).map_err(|error| Problem::invalid("name", error.to_string()))?;
     }
+    if let Some(new) = &request.new_vm {
+        as_new::check(&request, new)?;
+    }
     let of = OfVm::find(services, vm).await?;
     let backup = of.one(name)?;
     require_whole(&of, backup)?;

@@ -42,6 +42,9 @@ pub async fn clone(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check_name(&request.name).map_err(|error| Problem::invalid("name", error.to_string()))?;
+    if request.linked && request.snapshot.is_none() {
+        return Err(Problem::invalid("snapshot", needs_snapshot(from)));
+    }
     let (origin, disks) = find(services, from).await?;
     require_ready(&origin)?;
     if origin.key.is_some() {
@@ -59,9 +62,6 @@ pub async fn clone(
     };
     if request.linked {
         features::require(services, &origin, LINKED_CLONES, "make linked clones")?;
-    }
-    if request.linked && request.snapshot.is_none() {
-        return Err(Problem::invalid("snapshot", needs_snapshot(&origin)));
     }
     let pace = super::tasks::work_pace(services, &origin, request.rate)?;
     let runs = request.snapshot.is_none() && runs_now(services, &origin).await?;
@@ -281,10 +281,9 @@ fn require_key_for_tpm(origin: &vms::Vm, policy: &policies::Policy) -> Result<()
 }
 
 /// Why there is no linked clone of what a VM holds now.
-fn needs_snapshot(origin: &vms::Vm) -> String {
+fn needs_snapshot(origin: &str) -> String {
     format!(
-        "is needed: a linked clone stands on what a snapshot keeps, for as long as the clone is there, and none is taken for it (vmseal snapshot create {} NAME, then --snapshot NAME)",
-        origin.name
+        "is needed: a linked clone stands on what a snapshot keeps, for as long as the clone is there, and none is taken for it (vmseal snapshot create {origin} NAME, then --snapshot NAME)"
     )
 }
 

@@ -36,27 +36,33 @@ pub(super) fn open(
     key.to_secret().map_err(|error| crate::internal(&error))
 }
 
-/// The key that a new datastore comes with. A pool has one in a keyring on its host, or the server holds it.
+/// Checks that a new datastore has a key as it is to have one: a pool in a keyring on its host, or with the server; a directory has none.
+pub(super) fn check(request: &AddDatastore) -> Result<(), Problem> {
+    let Some(pool) = request.location.pool() else {
+        return match request.key {
+            Some(_) => Err(Problem::invalid("key", "only a pool of Ceph has a key")),
+            None => Ok(()),
+        };
+    };
+    match (&pool.keyring, &request.key) {
+        (Some(_), None) | (None, Some(_)) => Ok(()),
+        (Some(_), Some(_)) => {
+            let what = "the location names a keyring on the host as well: give one of the two";
+            Err(Problem::invalid("key", what))
+        }
+        (None, None) => {
+            let what = "name a keyring on the host, or give the key itself";
+            Err(Problem::invalid("location.pool.keyring", what))
+        }
+    }
+}
+
+/// The key that a new datastore comes with, which the server is to hold. The request was [checked](check).
 pub(super) fn of_request(
     services: &Services,
     request: &AddDatastore,
 ) -> Result<Option<SecretBytes>, Problem> {
-    match (request.location.pool(), &request.key) {
-        (None, None) => Ok(None),
-        (None, Some(_)) => Err(Problem::invalid("key", "only a pool of Ceph has a key")),
-        (Some(pool), key) => match (&pool.keyring, key) {
-            (Some(_), None) => Ok(None),
-            (None, Some(key)) => open(services, &request.name, key).map(Some),
-            (Some(_), Some(_)) => {
-                let what = "the location names a keyring on the host as well: give one of the two";
-                Err(Problem::invalid("key", what))
-            }
-            (None, None) => {
-                let what = "name a keyring on the host, or give the key itself";
-                Err(Problem::invalid("location.pool.keyring", what))
-            }
-        },
-    }
+    request.key.as_ref().map(|key| open(services, &request.name, key)).transpose()
 }
 
 /// Gives a host that is about to have a datastore the key of its pool, which nothing else there is mounted with.

@@ -227,6 +227,7 @@ pub async fn add(
     if request.osd_encryption.is_some() && request.location.pool().is_none() {
         return Err(Problem::invalid("osd_encryption", stated_osds::NO_OSDS));
     }
+    datastore_keys::check(&request)?;
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),

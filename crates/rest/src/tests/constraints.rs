@@ -210,7 +210,7 @@ fn of_vms() -> Vec<Try> {
         },
         Try {
             method: Method::POST,
-            path: "vms/web/clone?dry_run=true",
+            path: "vms/none/clone?dry_run=true",
             schema: "CloneVm",
             body: json!({ "name": "two", "linked": false }),
             refused: vec![("/linked", json!(true), "snapshot")],
@@ -259,6 +259,13 @@ fn of_vms() -> Vec<Try> {
                 ("/name", json!("../x"), "name"),
                 ("/directory", json!("backups"), "directory"),
             ],
+        },
+        Try {
+            method: Method::POST,
+            path: "vms/none/backups/none/restore?dry_run=true",
+            schema: "RestoreBackup",
+            body: json!({ "new_vm": "other" }),
+            refused: vec![("/name", json!("again"), "name"), ("/new_vm", json!(ID), "new_vm")],
         },
         Try {
             method: Method::POST,
@@ -378,6 +385,7 @@ fn of_resources(api: &Api) -> Vec<Try> {
                 ),
                 ("/location", pool(new_pools), "location.pool.create"),
                 ("/osd_encryption", json!("yes"), "osd_encryption"),
+                ("/key", key.clone(), "key"),
             ],
         },
         Try {
@@ -400,7 +408,11 @@ fn of_resources(api: &Api) -> Vec<Try> {
             path: "datastores?dry_run=true",
             schema: "AddDatastore",
             body: json!({ "name": "more", "host": "none", "key": key, "location": pool(monitors) }),
-            refused: vec![("/location/pool/user", json!("a"), "location.pool.user")],
+            refused: vec![
+                ("/location/pool/user", json!("a"), "location.pool.user"),
+                ("/location/pool/keyring", json!("/keyring"), "key"),
+                ("/key", Value::Null, "location.pool.keyring"),
+            ],
         },
     ]
 }

@@ -26,7 +26,7 @@ use crate::store::{Write, disks, policies};
 use crate::tasks::adopt_vm;
 use crate::tasks::backups::digest_of;
 
-/// Makes a new VM of a backup, which this host reads.
+/// Makes a new VM of a backup, which this host reads. The request was [checked](check).
 pub(super) async fn restore(
     services: &Services,
     caller: &Caller,
@@ -34,7 +34,6 @@ pub(super) async fn restore(
     request: &RestoreBackup,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
-    check(request)?;
     if by.id != backup.host {
         require_found(services, backup, by).await?;
     }
@@ -74,13 +73,13 @@ pub(super) async fn restore(
     Ok(begun)
 }
 
-fn check(request: &RestoreBackup) -> Result<(), Problem> {
+/// Checks what can be checked without the backup.
+pub(super) fn check(request: &RestoreBackup, new: &str) -> Result<(), Problem> {
     if request.name.is_some() {
         let what = "is for a VM that was deleted and is made again: a new one has the name that it is restored as";
         return Err(Problem::invalid("name", what));
     }
-    let name = request.new_vm.as_deref().unwrap_or_default();
-    check_name(name).map_err(|error| Problem::invalid("new_vm", error.to_string()))
+    check_name(new).map_err(|error| Problem::invalid("new_vm", error.to_string()))
 }
 
 fn require_feature(services: &Services, backup: &Backup) -> Result<(), Problem> {

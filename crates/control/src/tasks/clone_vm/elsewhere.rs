@@ -189,6 +189,6 @@ pub(super) fn unfinished(copies: &Copies, target: &str, cause: &Problem) -> Stri
         )
     });
     format!(
-        "VM '{target}' is complete on the host that it is for, and can be used (vmseal vm delete {target} undoes the clone). Removing what was sent from the host that made it failed: {cause}. What may be left there that host is asked to remove whenever its agent reports what it has, until the agent restarts: it does not know a VM that is off then. What is left after that vmseal does not remove: vmseal datastore scan lists it as orphan, on the datastores of the disks of VM {of}; remove these files by hand{snapshot}"
+        "VM '{target}' is complete on the host that it is for, and can be used (vmseal vm delete {target} undoes the clone). Removing what was sent from the host that made it failed: {cause}. That host is asked again whenever its agent reports what it has, until that agent restarts: from then on it does not know the clone. Files that are left after that are not removed by vmseal: vmseal datastore scan lists them as orphan, on the datastores of the disks of VM {of}; remove them by hand{snapshot}"
     )
 }
