@@ -75,7 +75,7 @@ mod tests {
         spec.key = Some(key);
         spec.devices = places.iter().map(disk).collect();
         let mut newer = spec.clone();
-        newer.devices.push(disk(&places[0]));
+        newer.devices.push(disk(&places[1]));
         // Nothing was begun there yet.
         examine(&spec).await.unwrap();
         for place in &places {
