@@ -158,7 +158,7 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
     for change in [&["vm", "start", "web"][..], &["nic", "add", "web", "--nic", "user,name=third"]]
     {
         let refused = here.refused(change).unwrap();
-        assert!(refused.contains(&format!("datastore adopt local --vm {id}")), "{refused}");
+        assert!(refused.contains(&format!("datastore adopt here:local --vm {id}")), "{refused}");
     }
     assert!(described().is_some(), "the descriptor was overwritten with the older devices");
     let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();

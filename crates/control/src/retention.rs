@@ -1,10 +1,12 @@
-//! Deletes old events: those older than a number of days that the operator sets, and those beyond [`EVENTS_MAX`].
+//! Deletes old events: those older than a number of days that the operator sets, and those beyond [`EVENTS_MAX`]. While a restored
+//! inventory may be older than descriptors, the events stay that say of which VMs: without them, hosts would be told of these.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 
+use crate::hosts::restored;
 use crate::store::{Store, StoreError, events};
 
 /// How many events are kept at most: about 300 MB of inventory.
@@ -28,11 +30,13 @@ pub(crate) async fn delete_old_events(store: Arc<Store>, days: u32) {
     }
 }
 
-async fn delete_once(store: &Store, days: u32, most: i64) -> Result<u64, StoreError> {
+/// Deletes them once; returns how many.
+pub(crate) async fn delete_once(store: &Store, days: u32, most: i64) -> Result<u64, StoreError> {
     let kept = SignedDuration::from_hours(24 * i64::from(days));
     let before = Timestamp::now().checked_sub(kept).unwrap_or(Timestamp::MIN);
     let mut write = store.write().await?;
-    let deleted = events::delete_old(&mut write, before, most).await?;
+    let needed = restored::needed_since(&mut write).await?;
+    let deleted = events::delete_old(&mut write, before, most, needed).await?;
     write.commit().await?;
     Ok(deleted)
 }

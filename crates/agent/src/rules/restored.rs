@@ -8,19 +8,19 @@ use vmseal_api::host::{NicSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
-/// Refuses to have a descriptor be written over with a VM that lacks disks, sizes of disks or network cards of it.
+/// Refuses to have a descriptor be written over with a VM that lacks disks or sizes of disks of it, or has other network cards.
 ///
 /// # Errors
-/// `wrong-state`, with what is newer.
+/// `wrong-state`, with what differs.
 pub fn check(spec: &VmSpec, there: &VmDescriptor) -> Result<(), Problem> {
     let newer = newer(spec, there);
     if newer.is_empty() {
         return Ok(());
     }
     let what = format!(
-        "the descriptor of VM '{}' is newer than the inventory, which was restored from a backup: it has {}",
+        "the descriptor of VM '{}' differs from the inventory, which was restored from a backup: {}",
         spec.name,
-        newer.join(", ")
+        newer.join("; ")
     );
     Err(Problem::new(ErrorCode::WrongState, what))
 }
@@ -36,19 +36,21 @@ fn newer(spec: &VmSpec, there: &VmDescriptor) -> Vec<String> {
     for disk in &there.disks {
         let size = Size(disk.size);
         match spec.disk(disk.disk) {
-            None => newer.push(format!("a disk '{}' of {size}", disk.name)),
+            None => newer.push(format!("disk '{}' of {size} is in it alone", disk.name)),
             Some(known) if known.size < disk.size => {
-                newer.push(format!(
-                    "{size} for disk '{}', and not {}",
-                    known.name,
-                    Size(known.size)
-                ));
+                let (name, known) = (&known.name, Size(known.size));
+                newer.push(format!("disk '{name}' has {size} in it, and {known} in the inventory"));
             }
             Some(_) => {}
         }
     }
     if there.nics.iter().ne(spec.nics()) {
-        newer.push(format!("as its network cards {}", named(there.nics.iter())));
+        let (in_it, known) = (named(there.nics.iter()), named(spec.nics()));
+        newer.push(if in_it == known {
+            format!("the network cards {in_it} have other settings in it")
+        } else {
+            format!("the network cards in it are {in_it}, and in the inventory {known}")
+        });
     }
     newer
 }
@@ -63,7 +65,7 @@ fn named<'a>(nics: impl Iterator<Item = &'a NicSpec>) -> String {
 mod tests {
     use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
     use vmseal_api::id::{DatastoreId, DiskId, NicId};
-    use vmseal_api::nic::NicBackend;
+    use vmseal_api::nic::{NicBackend, NicLink};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
@@ -112,11 +114,21 @@ mod tests {
         let mut grown = spec.clone();
         grown.disks_mut().for_each(|disk| disk.size *= 2);
         let without = VmSpec { devices: spec.devices[..1].to_vec(), ..spec.clone() };
+        let mut unplugged = spec.clone();
+        for device in &mut unplugged.devices {
+            if let Device::Nic(nic) = device {
+                nic.link = NicLink::Down;
+            }
+        }
         for (there, said) in [
-            (with(disk("more")), "a disk 'more' of 1 MiB"),
-            (grown.clone(), "2 MiB for disk 'system', and not 1 MiB"),
-            (with(card("nic1")), "'nic0' (02:00:00:00:00:01) and 'nic1' (02:00:00:00:00:01)"),
-            (without, "as its network cards none"),
+            (with(disk("more")), "disk 'more' of 1 MiB is in it alone"),
+            (grown.clone(), "disk 'system' has 2 MiB in it, and 1 MiB in the inventory"),
+            (
+                with(card("nic1")),
+                "are 'nic0' (02:00:00:00:00:01) and 'nic1' (02:00:00:00:00:01), and in the inventory 'nic0' (02:00:00:00:00:01)",
+            ),
+            (without, "in it are none, and in the inventory 'nic0' (02:00:00:00:00:01)"),
+            (unplugged, "the network cards 'nic0' (02:00:00:00:00:01) have other settings in it"),
         ] {
             let refused = check(&spec, &of(&there, Some(&kek))).unwrap_err();
             assert_eq!(refused.code, ErrorCode::WrongState);

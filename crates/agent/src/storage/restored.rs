@@ -1,23 +1,29 @@
 //! Whether the datastores of a VM know more of it than an inventory that was restored from a backup.
 
-use vmseal_api::host::VmSpec;
+use std::io::ErrorKind;
+
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::{DatastoreSpec, VmSpec};
+use vmseal_api::id::VmId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::descriptor;
-use super::home::Home;
+use super::file_error::failed;
+use super::home::{DESCRIPTOR, Home};
 use crate::rules::restored;
 use crate::timed;
 
 /// Compares a VM with its descriptors on all its datastores.
 ///
 /// # Errors
-/// `wrong-state`: one is newer, or a datastore cannot be looked at. Then this host could not write there either, and would once it can.
+/// `wrong-state`: one differs, or cannot be read, as that of a later vmseal, or its datastore cannot be looked at. Then this host could not
+/// write there either, and would once it can.
 pub async fn examine(spec: &VmSpec) -> Result<(), Problem> {
     for place in descriptor::places_of(spec).into_values() {
         let vm = spec.vm;
         let path = place.location.path().to_owned();
         // The server asks about one VM after the other when an agent has started.
-        let read = timed::quick_call(&path, move || Ok(Home::of(&place, vm)?.descriptor())).await;
+        let read = timed::quick_call(&path, move || described(&place, vm)).await;
         let there = read.map_err(|problem| {
             let what = format!(
                 "whether VM '{}' is newer on its datastore than in the inventory, which was restored from a backup, cannot be seen: {problem}",
@@ -32,11 +38,21 @@ pub async fn examine(spec: &VmSpec) -> Result<(), Problem> {
     Ok(())
 }
 
+/// The descriptor of a VM on a datastore; none where there is none yet. Blocks.
+fn described(place: &DatastoreSpec, vm: VmId) -> Result<Option<VmDescriptor>, Problem> {
+    let path = Home::of(place, vm)?.path().join(DESCRIPTOR);
+    match path.symlink_metadata() {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(&path, "read", &error)),
+    }
+    let (_, read) = descriptor::read(&path);
+    read.map(Some).map_err(|why| Problem::new(ErrorCode::Damaged, why))
+}
+
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{
-        Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec, KeyReference,
-    };
+    use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
@@ -85,8 +101,13 @@ mod tests {
         let second = Home::of(&places[1], spec.vm).unwrap();
         second.describe(&newer, &places[1], Some(&kek)).unwrap();
         let refused = examine(&spec).await.unwrap_err();
-        assert!(refused.detail.contains("is newer than the inventory"), "{refused}");
+        assert!(refused.detail.contains("differs from the inventory"), "{refused}");
         examine(&newer).await.unwrap();
+        // One that nobody can read is not written over unseen.
+        std::fs::write(second.path().join(DESCRIPTOR), r#"{"version": 99}"#).unwrap();
+        let refused = examine(&newer).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.detail.contains("cannot be seen: its vm.json"), "{refused}");
         std::fs::remove_dir_all(directories[1].path()).unwrap();
         let refused = examine(&spec).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState);

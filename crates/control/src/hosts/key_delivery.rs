@@ -117,6 +117,11 @@ impl KeyDeliveries {
         self.failed.retain(|vm, _| lacking.contains(vm));
     }
 
+    /// Forgets the failure of a VM, so that it is retried now.
+    pub(super) fn try_again(&mut self, vm: VmId) {
+        self.failed.remove(&vm);
+    }
+
     /// Forgets all failures, so that they are retried now.
     pub(super) fn try_all_again(&mut self) {
         self.failed.clear();

@@ -86,8 +86,6 @@ pub(super) struct Monitor {
     /// VMs of which their descriptors know more than the inventory, which was restored from a backup, or may do, as one cannot be
     /// looked at; why, and when the host was asked.
     older: HashMap<VmId, (Problem, Instant)>,
-    /// Whether all VMs are yet to be compared with their descriptors.
-    compares_all: bool,
     /// Rung when the inventory's VMs of the host have changed.
     wake: Arc<Notify>,
 }
@@ -104,20 +102,8 @@ impl Monitor {
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
         let deliveries = KeyDeliveries::default();
-        let (older, compares_all) = (HashMap::new(), true);
-        Self {
-            id,
-            name,
-            store,
-            providers,
-            agent,
-            locks,
-            view,
-            deliveries,
-            older,
-            compares_all,
-            wake,
-        }
+        let older = HashMap::new();
+        Self { id, name, store, providers, agent, locks, view, deliveries, older, wake }
     }
 
     /// Runs until it is dropped.
@@ -187,7 +173,8 @@ impl Monitor {
 
     async fn settle(&mut self, description: Box<HostDescription>) -> Phase {
         self.deliveries = KeyDeliveries::default();
-        self.compares_all = true;
+        // All are compared again: this run may see a datastore that the earlier one did not.
+        self.older.clear();
         let settled = async {
             let state = self.agent.state_now().await?;
             if state.incarnation != description.incarnation {
@@ -300,7 +287,7 @@ impl Monitor {
         state: &HostState,
     ) -> Result<(), Problem> {
         let vms = store::vms::on_host(&mut *self.store.read().await?, self.id).await?;
-        self.compare(&vms, description).await?;
+        self.compare(description).await?;
         let seen = |vm: VmId| state.vms.iter().find(|seen| seen.vm == vm);
         for vm in vms.iter().filter(|vm| vm.lifecycle == Lifecycle::Ready) {
             if seen(vm.id).is_some_and(|seen| {
@@ -320,7 +307,13 @@ impl Monitor {
             if !self.deliveries.may_begin(vm) {
                 continue;
             }
-            match self.register(vm, seen(vm), description).await {
+            let is_off = seen(vm).is_none_or(|seen| seen.power == Power::Off);
+            let registered = match self.older.get(&vm).filter(|_| is_off) {
+                // It was asked just now.
+                Some((problem, _)) => Err(problem.clone()),
+                None => self.register(vm, seen(vm), description).await,
+            };
+            match registered {
                 Ok(true) => self.deliveries.begin(Delivery {
                     vm,
                     // A running VM runs on, whatever the state of its key.
@@ -355,39 +348,44 @@ impl Monitor {
         Ok(evacuated::forget(&self.store, (&*self.name, self.id), gone).await?)
     }
 
-    /// Compares VMs of an inventory that was restored with their descriptors: all of them when the agent has been reached, and then
-    /// again those of which more is there. Fails only if the host does not answer.
-    async fn compare(&mut self, vms: &[Vm], description: &HostDescription) -> Result<(), Problem> {
-        if restored::restored(&mut *self.store.read().await?).await?.is_none() {
-            self.older.clear();
-            self.compares_all = false;
-            return Ok(());
+    /// Compares VMs of an inventory that was restored with their descriptors: all that are uncertain when the agent has been reached, and
+    /// then those that were not compared yet, and from time to time those of which more is there. Fails only if the host does not answer.
+    async fn compare(&mut self, description: &HostDescription) -> Result<(), Problem> {
+        let uncertain = restored::uncertain_on(&mut *self.store.read().await?, self.id).await?;
+        let settled = self.older.keys().copied().filter(|vm| !uncertain.contains(vm));
+        for vm in settled.collect::<Vec<_>>() {
+            self.set_settled(vm);
         }
-        self.older.retain(|vm, _| vms.iter().any(|known| known.id == *vm));
-        let all = self.compares_all;
-        let asked: Vec<VmId> =
-            vms.iter().map(|vm| vm.id).filter(|vm| all || self.older.contains_key(vm)).collect();
-        for id in asked {
+        for id in uncertain {
+            if self.older.get(&id).is_some_and(|(_, at)| at.elapsed() < COMPARE_AGAIN) {
+                continue;
+            }
             let _unchanged = self.locks.lock(id).await;
             let Some((vm, spec)) = registration::read(&self.store, id).await? else { continue };
-            let waits = !all
-                && self.older.get(&id).is_some_and(|(_, at)| at.elapsed() < COMPARE_AGAIN)
-                && restored::is_uncertain(&mut *self.store.read().await?, &vm).await?;
-            if waits || vm.host != self.id {
+            if vm.host != self.id {
                 continue;
             }
             let known = (&vm, &spec);
-            match restored::settle(&self.store, &*self.agent, Some(description), known).await {
-                Ok(_) => drop(self.older.remove(&id)),
+            let compared =
+                restored::settle(&self.store, &*self.agent, Some(description), known).await;
+            match compared {
+                Ok(_) => self.set_settled(id),
                 Err(problem) if is_silence(&problem) => return Err(problem),
                 Err(problem) => {
-                    tracing::warn!(vm = vm.name, %problem, "its host is not told of it");
+                    if self.older.get(&id).is_none_or(|(known, _)| *known != problem) {
+                        tracing::warn!(vm = vm.name, %problem, "its host is not told of it");
+                    }
                     self.older.insert(id, (problem, Instant::now()));
                 }
             }
         }
-        self.compares_all = false;
         Ok(())
+    }
+
+    /// Nothing of a VM is newer any more: its host may be told of it now, however long ago that was refused.
+    fn set_settled(&mut self, vm: VmId) {
+        self.older.remove(&vm);
+        self.deliveries.try_again(vm);
     }
 
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.

@@ -7,11 +7,13 @@
 //!                        │      and it is an alarm
 //!                        └── datastore adopt: compared again, and equal; with --discard-newer: vm.kept
 //! ```
-//! A host writes descriptors of what a VM is registered as. So a VM is compared before it is registered.
+//! A host writes descriptors of what a VM is registered as. So a VM is compared before it is registered. An adoption that is undone makes
+//! its VM uncertain again. The events that say all this stay as long as one VM is uncertain ([`needed_since`]).
 
 use sqlx::SqliteConnection;
 use vmseal_api::host::version::COMPARE_RESTORED;
 use vmseal_api::host::{HostAgent, HostDescription, VmChange, VmSpec};
+use vmseal_api::id::{HostId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -19,24 +21,32 @@ use super::earlier_agents::for_agent;
 use crate::operation::Operation;
 use crate::store::events::{self, Filter, NewEvent};
 use crate::store::vms::{self, Vm};
-use crate::store::{Store, StoreError, disks};
+use crate::store::{Store, StoreError, disks, uncertain};
 
 /// The kind of the event that the inventory was restored, and what that is about.
 const RESTORED: (&str, &str) = ("server.restored", "server");
 
 /// The kind of the event that nothing is newer on a VM's datastores.
-const COMPARED: &str = "vm.compared";
+pub(crate) const COMPARED: &str = "vm.compared";
 
 /// The kind of the event that an operator has kept a VM as the inventory has it.
 pub(crate) const KEPT: &str = "vm.kept";
 
+/// The kind of the event that the adoption of what is newer was undone: the VM is uncertain again.
+pub(crate) const UNDONE: &str = "vm.adoption-undone";
+
 /// The events after which the inventory knows a VM better than descriptors from before, and what each means, for people. A VM that came
-/// after the server was restored is not in the backup: nothing of it can be newer than the inventory.
-pub(crate) const KNOWN_SINCE: [(&str, &str); 5] = [
+/// after the server was restored is not in the backup: nothing of it can be newer than the inventory. [`uncertain`] has the same kinds.
+pub(crate) const KNOWN_SINCE: [(&str, &str); 7] = [
     ("vm.changed", "the VM was changed here since the server was restored"),
     ("vm.created", "the VM was created here since the server was restored"),
     ("vm.adopted", "the VM was adopted here since the server was restored"),
     ("vm.arrived", "the VM came here from another control plane since the server was restored"),
+    ("vm.encrypted", "the VM was encrypted here since the server was restored"),
+    (
+        "backup.restored",
+        "the VM was restored from a backup of its own since the server was restored",
+    ),
     (KEPT, "the VM was kept as the inventory has it since the server was restored"),
 ];
 
@@ -58,17 +68,31 @@ pub(crate) async fn restored(from: &mut SqliteConnection) -> Result<Option<i64>,
 }
 
 /// Whether the descriptors of a VM may know more of it than the inventory. Of one that is not encrypted nothing could be taken from there.
-pub(super) async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
+async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
     if vm.key.is_none() || vm.lifecycle != Lifecycle::Ready {
         return Ok(false);
     }
-    let Some(restored) = restored(from).await? else { return Ok(false) };
-    for kind in [COMPARED].into_iter().chain(KNOWN_SINCE.map(|(kind, _)| kind)) {
-        if last_event(from, kind, &vm.name).await?.is_some_and(|since| since > restored) {
-            return Ok(false);
-        }
+    match restored(from).await? {
+        Some(restored) => uncertain::is_one(from, restored, vm.id).await,
+        None => Ok(false),
     }
-    Ok(true)
+}
+
+/// The VMs of a host of which their descriptors may know more.
+pub(super) async fn uncertain_on(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<VmId>, StoreError> {
+    match restored(from).await? {
+        Some(restored) => uncertain::on_host(from, restored, host).await,
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The first of the events that say which VMs are uncertain; none where no VM is.
+pub(crate) async fn needed_since(from: &mut SqliteConnection) -> Result<Option<i64>, StoreError> {
+    let Some(restored) = restored(from).await? else { return Ok(None) };
+    Ok(uncertain::is_any(from, restored).await?.then_some(restored))
 }
 
 /// Refuses to change a VM of which a descriptor may know more.
@@ -81,13 +105,13 @@ pub(crate) async fn require_certain(from: &mut SqliteConnection, vm: &Vm) -> Res
     }
     let way_out = way_out(from, vm).await?;
     let what = format!(
-        "the server was restored from a backup, and VM '{}' is newer on its datastore, or was not compared yet (vmseal alarms): {way_out}",
-        vm.name
+        "the server was restored from a backup, and VM '{}' is newer on its datastore (vmseal alarms), or host '{}' has not compared it yet. {way_out}",
+        vm.name, vm.host_name
     );
     Err(Problem::new(ErrorCode::WrongState, what))
 }
 
-/// The same for the VM of a task.
+/// The same for the VM of a task, and for the one that it clones, whose clone would lack a disk that was added.
 ///
 /// # Errors
 /// As [`require_certain`].
@@ -95,11 +119,16 @@ pub(crate) async fn require_for_task(
     from: &mut SqliteConnection,
     operation: &Operation,
 ) -> Result<(), Problem> {
-    let Some(vm) = operation.vm().filter(|_| needs_certainty(operation)) else { return Ok(()) };
-    match vms::get(from, vm).await? {
-        Some(vm) => require_certain(from, &vm).await,
-        None => Ok(()),
+    let cloned = match operation {
+        Operation::CreateVm { copies: Some(copies), .. } => Some(copies.vm),
+        _ => None,
+    };
+    for vm in operation.vm().filter(|_| needs_certainty(operation)).into_iter().chain(cloned) {
+        if let Some(vm) = vms::get(from, vm).await? {
+            require_certain(from, &vm).await?;
+        }
     }
+    Ok(())
 }
 
 /// Whether a task may begin only on a VM that its host is told of. What a VM needs to be adopted may begin on any, and so may what deletes
@@ -117,14 +146,14 @@ fn needs_certainty(operation: &Operation) -> bool {
     )
 }
 
-/// What an operator can do, for people.
+/// What an operator can do, for people. Hosts have datastores of the same name, and of those that share one it is the VM's that adopts.
 async fn way_out(from: &mut SqliteConnection, vm: &Vm) -> Result<String, StoreError> {
     let disks = disks::of_vm(from, vm.id).await?;
     let datastore = disks.first().map_or("DATASTORE", |disk| &*disk.datastore_name);
     // Its descriptor may have another name.
-    let id = vm.id;
+    let command = format!("vmseal datastore adopt {}:{datastore} --vm {}", vm.host_name, vm.id);
     Ok(format!(
-        "take over what is newer while the VM is off (vmseal datastore adopt {datastore} --vm {id}), or keep the VM as the inventory has it (vmseal datastore adopt {datastore} --vm {id} --discard-newer)"
+        "Take over what is newer while the VM is off or suspended ({command}), or keep the VM as the inventory has it ({command} --discard-newer)"
     ))
 }
 
@@ -154,7 +183,7 @@ pub(super) async fn settle(
         let compared = agent.examine_change(vm.id, VmChange::Restored { spec }).await;
         compared.map_err(|problem| match problem.code {
             ErrorCode::WrongState => {
-                let detail = format!("{}: {way_out}", problem.detail);
+                let detail = format!("{}. {way_out}", problem.detail);
                 Problem { detail, ..problem }
             }
             _ => problem,

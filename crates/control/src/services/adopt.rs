@@ -128,7 +128,7 @@ pub async fn adopt(
             && !dry_run
             && let Some(vm) = known.vms.get(&line.vm)
         {
-            newer::discard(services, caller, vm).await?;
+            discard(services, caller, vm, &mut line).await?;
         }
         lines.push(line);
     }
@@ -713,6 +713,23 @@ async fn check_nics(services: &Services, definition: &Definition) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Keeps a VM as the inventory has it.
+async fn discard(
+    services: &Services,
+    caller: &Caller,
+    vm: &Vm,
+    line: &mut AdoptedVm,
+) -> Result<(), Problem> {
+    match newer::discard(services, caller, vm).await {
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            line.status = AdoptStatus::Refused;
+            line.detail = problem.detail;
+            Ok(())
+        }
+        other => other,
+    }
 }
 
 async fn begin(

@@ -7,6 +7,7 @@ use sqlx::{FromRow, Sqlite, SqliteConnection};
 use vmseal_api::model::Event;
 use vmseal_api::request_id;
 
+use super::uncertain::known_since;
 use super::{StoreError, parse};
 
 /// A new event.
@@ -161,20 +162,27 @@ async fn read(
         .collect()
 }
 
-/// Deletes the events from before a time, and the oldest beyond a number of them; returns how many.
+/// Deletes the events from before a time, and the oldest beyond a number of them; returns how many. Those from `restored` on stay that say
+/// which VMs are uncertain ([`super::uncertain`]).
 pub async fn delete_old(
     to: &mut SqliteConnection,
     before: Timestamp,
     most: i64,
+    restored: Option<i64>,
 ) -> Result<u64, StoreError> {
-    let deleted = sqlx::query(
+    let deleted = sqlx::query(concat!(
         "DELETE FROM events
-         WHERE sequence <= (SELECT COALESCE(MAX(sequence), 0) FROM events) - $1
-            OR sequence < (SELECT COALESCE(MIN(sequence), 0) FROM events
-                           WHERE substr(at, 1, 19) >= $2)",
-    )
+         WHERE (sequence <= (SELECT COALESCE(MAX(sequence), 0) FROM events) - $1
+                OR sequence < (SELECT COALESCE(MIN(sequence), 0) FROM events
+                               WHERE substr(at, 1, 19) >= $2))
+           AND NOT (sequence >= $3
+                    AND (kind IN ('server.restored', 'vm.adoption-undone') OR kind IN ",
+        known_since!(),
+        "))"
+    ))
     .bind(most)
     .bind(before.strftime("%Y-%m-%dT%H:%M:%S").to_string())
+    .bind(restored.unwrap_or(i64::MAX))
     .execute(to)
     .await?;
     Ok(deleted.rows_affected())

@@ -30,6 +30,7 @@ pub mod providers;
 pub mod remotes;
 pub mod snapshots;
 pub mod tasks;
+pub mod uncertain;
 pub mod users;
 pub mod vms;
 

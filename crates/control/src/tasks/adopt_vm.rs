@@ -8,21 +8,21 @@
 //! A VM that runs already is left alone by its host, which compares the key with that of the running VM.
 //!
 //! A VM that the inventory has with another key than its disks name, as it was recrypted after the backup from which the
-//! inventory was restored, gets that key the same way. So does one, while it is off, that has got disks or network cards
+//! inventory was restored, gets that key the same way. So does one, while it is off or suspended, that has got disks or network cards
 //! since: its host is told of them before the inventory has them.
 
 mod devices;
 
 use async_trait::async_trait;
-use vmseal_api::host::{AboutVm, Power};
+use vmseal_api::host::{AboutVm, Power, VmState};
 use vmseal_api::model::{Lifecycle, SnapshotState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, register, state_of, wrong_state};
 use super::start_vm::locked;
 use super::step::{Output, WaitPolicy};
-use crate::hosts::for_agent;
 use crate::hosts::keys::{self as delivery, Purpose};
+use crate::hosts::{for_agent, restored};
 use crate::operation::{Definition, Operation};
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
@@ -126,6 +126,16 @@ pub(crate) fn row(definition: &Definition) -> Vm {
     }
 }
 
+/// Whether the host is told of the VM: it has no guest that knows more. One that is suspended gets disks and network cards as well: it can
+/// go on with these alone, and a host refuses other ones than it was suspended with.
+fn is_told(definition: &Definition, seen: Option<&VmState>) -> bool {
+    seen.is_none_or(|seen| match seen.power {
+        Power::Off => true,
+        Power::Suspended => definition.replaces_devices.is_some(),
+        _ => false,
+    })
+}
+
 /// Has the host open every disk with the VM's key. Nothing is written.
 pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     let definition = definition(run)?;
@@ -140,15 +150,16 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     }
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;
-    let is_off = state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off);
+    let is_told = is_told(definition, state_of(&state, vm.id));
     if let Some(before) = &definition.replaces_devices {
         devices::check_unchanged(run, before).await?;
-        if !is_off {
-            let what = "is not off: stop it, and adopt it again before it is started";
+        if !is_told {
+            let what =
+                "is neither off nor suspended: stop it, and adopt it again before it is started";
             return Err(wrong_state(format!("VM '{}' {what}", vm.name)));
         }
     }
-    if is_off {
+    if is_told {
         let description = run.hosts().view(vm.host).description;
         agent.register_vm(for_agent(definition.spec.clone(), description.as_deref())).await?;
     }
@@ -157,7 +168,7 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     let kek = kek.map_err(locked)?;
     let key_box = agent.describe().await?.key_box;
     delivery::hand_over(run.store(), &*agent, &key_box, &vm, key, kek).await?;
-    if is_off {
+    if is_told {
         agent.check_key(vm.id, key.clone()).await?;
     }
     Ok(())
@@ -207,7 +218,7 @@ pub(super) async fn adopt(run: &Run<'_>) -> Result<(), StepError> {
     run.hosts().look_again(vm.host);
     let shown = async {
         let state = run.host_state(vm.host, None).await?;
-        if state_of(&state, vm.id).is_none_or(|seen| seen.power == Power::Off) {
+        if is_told(definition, state_of(&state, vm.id)) {
             register(run).await?;
         }
         let state = run.host_state(vm.host, None).await?;
@@ -307,10 +318,20 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     }
     if let Some(before) = &definition.replaces_devices {
         devices::put_back(&mut write, definition, before).await?;
+        // With what it had for a moment, it may have been compared and found equal.
+        let (kind, actor) = (restored::UNDONE, run.task.actor.as_str());
+        let detail =
+            "the VM is as the inventory had it: what is newer on its datastores was not taken";
+        write.event(NewEvent { kind, actor, target: &vm.name, detail }).await?;
     }
     // A key that it keeps is not one that was adopted.
     if let Some(key) = vm.key.as_ref().filter(|key| definition.replaces.as_ref() != Some(*key)) {
         keys::forget(&mut write, vm.id, key).await?;
     }
-    Ok(write.commit().await?)
+    write.commit().await?;
+    if definition.replaces_devices.is_some() {
+        // What is newer is an alarm again.
+        run.hosts().look_again(vm.host);
+    }
+    Ok(())
 }

@@ -23,6 +23,7 @@ use super::{Known, check_image, check_nics, place};
 use crate::hosts::restored;
 use crate::operation::Definition;
 use crate::services::caller::{Caller, Privilege};
+use crate::services::set_vm::require_free;
 use crate::services::{Services, hardware};
 use crate::store::StoreError;
 use crate::store::events::NewEvent;
@@ -93,12 +94,12 @@ pub(super) fn detail(definition: &Definition) -> String {
 
 /// Keeps a VM as the inventory has it: nothing of what is newer on its datastores is taken any more, and its host writes descriptors of what
 /// the inventory says when it is told of the VM the next time.
-pub(super) async fn discard(
-    services: &Services,
-    caller: &Caller,
-    vm: &Vm,
-) -> Result<(), StoreError> {
+///
+/// # Errors
+/// `wrong-state` while a task works on the VM: it may be the one that takes what is newer.
+pub(super) async fn discard(services: &Services, caller: &Caller, vm: &Vm) -> Result<(), Problem> {
     let mut write = services.store.write().await?;
+    require_free(&mut write, vm).await?;
     let (kind, actor, target) = (restored::KEPT, caller.name(), vm.name.as_str());
     let detail = "as the inventory has it: what is newer on its datastores is discarded";
     write.event(NewEvent { kind, actor, target, detail }).await?;
@@ -169,9 +170,12 @@ async fn stands_against(
         return Ok(Some(format!("the VM is not off on host '{host}'")));
     }
     let view = services.hosts.view(vm.host);
-    let is_off = view.vm(vm.id).is_none_or(|seen| seen.power == Power::Off);
-    let why = "the VM is not off. Stop it, and adopt it again before it is started";
-    Ok((!is_off).then(|| why.to_owned()))
+    // A guest whose memory is saved has the devices of its descriptor, and goes on with these alone.
+    let has_none = |power: Power| matches!(power, Power::Off | Power::Suspended);
+    let is_free = view.vm(vm.id).is_none_or(|seen| has_none(seen.power));
+    let why =
+        "the VM is neither off nor suspended. Stop it, and adopt it again before it is started";
+    Ok((!is_free).then(|| why.to_owned()))
 }
 
 /// The VM as it will be.

@@ -10,6 +10,9 @@ use vmseal_secret::sealed_box::Recipient;
 
 use super::adopt::{asked, begin};
 use super::*;
+use crate::hosts::restored;
+use crate::operation::Copies;
+use crate::retention;
 use crate::services::{Caller, set_vm};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
@@ -90,7 +93,14 @@ pub async fn assert_newer(fixture: &Fixture, vm: VmId, what: &str) {
     assert_eq!(fixture.events("vm.devices-adopted").await.len(), 1, "{what}");
 }
 
-/// It is as it was at the backup, and can be adopted again.
+/// Whether its descriptors may know more of it than the inventory.
+async fn is_uncertain(fixture: &Fixture, vm: VmId) -> bool {
+    let row = fixture.vm(vm).await.unwrap();
+    let mut read = fixture.store.read().await.unwrap();
+    restored::require_certain(&mut read, &row).await.is_err()
+}
+
+/// It is as it was at the backup, its host is not told of it so, and it can be adopted again.
 pub async fn assert_older(fixture: &Fixture, vm: VmId, what: &str) {
     let sizes: Vec<u64> = fixture.disks(vm).await.iter().map(|disk| disk.size).collect();
     assert_eq!(sizes, [1 << 19], "{what}");
@@ -100,6 +110,7 @@ pub async fn assert_older(fixture: &Fixture, vm: VmId, what: &str) {
     let mut read = fixture.store.read().await.unwrap();
     assert_eq!(keys::of_vm(&mut read, vm).await.unwrap(), [key], "{what}: its key was forgotten");
     drop(read);
+    assert!(is_uncertain(fixture, vm).await, "{what}: its descriptor may be written over");
     let told = told(fixture).await;
     assert_eq!(told.status, AdoptStatus::Possible, "{what}: {told:?}");
 }
@@ -174,6 +185,8 @@ async fn what_nobody_vouches_for_is_told_and_not_taken() {
         ("vm.created", "created here since the server was restored"),
         ("vm.adopted", "adopted here since the server was restored"),
         ("vm.arrived", "came here from another control plane since the server was restored"),
+        ("vm.encrypted", "encrypted here since the server was restored"),
+        ("backup.restored", "from a backup of its own since the server was restored"),
         ("running", "Stop it"),
         ("another's address", "has the address"),
     ] {
@@ -186,7 +199,7 @@ async fn what_nobody_vouches_for_is_told_and_not_taken() {
         tell(&fixture, "server.restored", "server").await;
         match case {
             "another's" => fixture.agent.change_descriptors(vm, |it| it.mac = None),
-            event if event.starts_with("vm.") => tell(&fixture, event, "web").await,
+            event if event.contains('.') => tell(&fixture, event, "web").await,
             "running" => {}
             _ => {
                 let other = fixture.made("other", "encrypted").await;
@@ -262,6 +275,7 @@ async fn a_host_is_not_told_of_a_vm_that_is_newer_until_that_is_adopted() {
     let vm = older(&fixture, "web").await;
     fixture.agent.restart();
     fixture.eventually("it is an alarm", async || is_alarm(&fixture).await.then_some(())).await;
+    fixture.connected().await;
     assert!(!fixture.agent.registered().contains(&vm));
     assert_older(&fixture, vm, "restarted").await;
     // Nor by any other way.
@@ -287,17 +301,29 @@ async fn recorded(fixture: &Fixture, operation: Operation) -> Result<(), Problem
 async fn a_vm_that_is_newer_is_changed_only_when_it_is_adopted_or_kept_as_it_is() {
     let fixture = Fixture::new().await;
     let vm = older(&fixture, "web").await;
+    fixture.agent.restart();
+    fixture.eventually("it is an alarm", async || is_alarm(&fixture).await.then_some(())).await;
+    fixture.connected().await;
     let disk = fixture.disks(vm).await[0].id;
     let start = || Operation::StartVm { vm, boot_once: None };
+    let copies = Some(Copies {
+        vm,
+        snapshot: None,
+        temporary: None,
+        disks: Default::default(),
+        linked: Default::default(),
+        elsewhere: None,
+    });
     for operation in [
         start(),
+        Operation::CreateVm { vm: VmId::new(), cloud_init: None, copies },
         Operation::AddNic { vm, nic: card("02:00:00:00:00:03"), position: 1 },
         Operation::RemoveDisk { vm, disk },
         Operation::GrowDisk { vm, disk, size: 1 << 30 },
     ] {
         let refused = recorded(&fixture, operation).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
-        let command = format!("vmseal datastore adopt local --vm {vm}");
+        let command = format!("vmseal datastore adopt here:local --vm {vm}");
         assert!(refused.detail.contains(&command), "{refused}");
     }
     let services = fixture.services(Recipient::generate().unwrap());
@@ -321,16 +347,104 @@ async fn a_vm_that_is_newer_is_changed_only_when_it_is_adopted_or_kept_as_it_is(
     assert_eq!(told.status, AdoptStatus::Known, "{told:?}");
     assert_eq!(cards(&fixture, vm).await, [OLD_CARD]);
     recorded(&fixture, start()).await.unwrap();
+    fixture
+        .eventually("its alarm is over", async || (!is_alarm(&fixture).await).then_some(()))
+        .await;
+}
+
+/// The task may be the one that takes what is newer.
+#[tokio::test]
+async fn nothing_is_discarded_while_a_task_works_on_the_vm() {
+    let fixture = Fixture::new().await;
+    let vm = older(&fixture, "web").await;
+    // It is recorded, and nobody carries it out.
+    let stop = Operation::StopVm { vm, force: false, timeout_seconds: 10 };
+    let mut write = fixture.store.write().await.unwrap();
+    Engine::record(&mut write, stop, "web", "me").await.unwrap();
+    write.commit().await.unwrap();
+    let vms = vec![vm.to_string()];
+    let request = AdoptVms { vms, discard_newer: true, ..AdoptVms::default() };
+    let kept = asked(&fixture, request, false).await.remove(0);
+    assert_eq!(kept.status, AdoptStatus::Refused, "{kept:?}");
+    assert!(kept.detail.contains("vmseal task wait"), "{kept:?}");
+    assert!(fixture.events(restored::KEPT).await.is_empty());
+}
+
+/// A guest that was suspended with what is newer can go on with that alone.
+#[tokio::test]
+async fn a_suspended_vm_gets_what_is_newer_and_goes_on() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let start = || Operation::StartVm { vm, boot_once: None };
+    fixture.done(start(), "web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    fixture.assert_whole(vm, Power::Suspended, "suspended").await;
+    go_back(&fixture, vm).await;
+    tell(&fixture, "server.restored", "server").await;
+    recorded(&fixture, start()).await.unwrap_err();
+    fixture.ends_well(begin(&fixture).await).await;
+    fixture.assert_whole(vm, Power::Suspended, "adopted").await;
+    assert_eq!(cards(&fixture, vm).await, [NEW_CARD]);
+    fixture.done(start(), "web").await;
+    fixture.assert_whole(vm, Power::Running, "resumed").await;
+}
+
+/// Each kind of event that ends it does so for its VM alone, and until the server is restored once more.
+#[tokio::test]
+async fn a_vm_is_uncertain_until_an_event_of_its_own_says_otherwise() {
+    let fixture = Fixture::new().await;
+    let (vm, other) = (made(&fixture, "web").await, fixture.made("other", "encrypted").await);
+    let plain = fixture.made("plain", "plain").await;
+    // Nobody compares them meanwhile.
+    fixture.agent.set_reachable(false);
+    assert!(!is_uncertain(&fixture, vm).await, "the server was never restored");
+    let kinds = restored::KNOWN_SINCE.map(|(kind, _)| kind);
+    for kind in kinds.into_iter().chain([restored::COMPARED]) {
+        tell(&fixture, "server.restored", "server").await;
+        assert!(is_uncertain(&fixture, vm).await, "{kind}");
+        tell(&fixture, kind, "web").await;
+        assert!(!is_uncertain(&fixture, vm).await, "{kind}");
+        assert!(is_uncertain(&fixture, other).await, "{kind} of another VM");
+        assert!(!is_uncertain(&fixture, plain).await, "{kind}: it is not encrypted");
+    }
+    tell(&fixture, restored::UNDONE, "web").await;
+    assert!(is_uncertain(&fixture, vm).await, "its adoption was undone");
+    tell(&fixture, restored::COMPARED, "web").await;
+    assert!(!is_uncertain(&fixture, vm).await, "it was adopted again");
+}
+
+/// Without them, a host would be told of a VM that is newer there.
+#[tokio::test]
+async fn the_events_that_say_which_vms_are_uncertain_are_not_deleted_before_none_is() {
+    let fixture = Fixture::new().await;
+    let (vm, other) = (made(&fixture, "web").await, fixture.made("other", "encrypted").await);
+    fixture.agent.set_reachable(false);
+    tell(&fixture, "server.restored", "server").await;
+    tell(&fixture, restored::COMPARED, "other").await;
+    tell(&fixture, "vm.started", "other").await;
+    let deleted = async || retention::delete_once(&fixture.store, 0, 0).await.unwrap();
+    assert!(deleted().await > 0);
+    assert!(fixture.events("vm.started").await.is_empty(), "nothing is deleted");
+    assert!(is_uncertain(&fixture, vm).await);
+    assert!(!is_uncertain(&fixture, other).await);
+    tell(&fixture, restored::COMPARED, "web").await;
+    deleted().await;
+    assert!(fixture.events("server.restored").await.is_empty(), "they stay for ever");
+    assert!(!is_uncertain(&fixture, vm).await);
 }
 
 #[tokio::test]
 async fn a_vm_of_which_nothing_is_newer_is_as_before() {
     let fixture = Fixture::new().await;
     let vm = made(&fixture, "web").await;
+    // Nobody compares it meanwhile.
+    fixture.agent.set_reachable(false);
     tell(&fixture, "server.restored", "server").await;
     recorded(&fixture, Operation::StartVm { vm, boot_once: None }).await.unwrap_err();
     fixture.agent.restart();
+    fixture.agent.set_reachable(true);
     fixture.assert_whole(vm, Power::Off, "compared").await;
+    fixture.connected().await;
     assert_eq!(fixture.events("vm.compared").await.len(), 1);
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
 }
