@@ -8,6 +8,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
@@ -16,6 +18,7 @@ use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{self, booted, run};
+use vmseal_tests::two_hosts::{HERE, QEMU, THERE, only_host};
 
 const VM: &str = "web";
 
@@ -69,9 +72,17 @@ fn has_secret(file: &Path) -> bool {
     contains(&content, secret)
 }
 
+/// Where the core dumps of the VM are.
+fn home(here: &Installation) -> PathBuf {
+    here.images(VM).unwrap()[0].parent().unwrap().to_owned()
+}
+
 /// The files of core dumps, whole or not.
 fn cores(here: &Installation) -> Vec<PathBuf> {
-    let home = here.images(VM).unwrap()[0].parent().unwrap().to_owned();
+    cores_in(&home(here))
+}
+
+fn cores_in(home: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(home).unwrap().map(|entry| entry.unwrap().path());
     let is_core =
         |file: &PathBuf| file.file_name().unwrap().to_string_lossy().starts_with("vm.core-");
@@ -209,6 +220,40 @@ fn a_guest_that_panics_is_left_as_it_is_until_somebody_resets_it() {
     boots_again(&here);
 }
 
+/// QEMU writes no core dump while it sends memory: the sending ends first.
+#[test]
+fn a_guest_that_panics_while_its_memory_is_sent_stays_and_has_its_core_dump() {
+    let (mut here, mut console) = started("encrypted", &["--on-crash", "coredump-restart"]);
+    here.add_host(THERE).unwrap();
+    let store = here.path("datastore");
+    let share = ["datastore", "share", "local", "--host", THERE, "--path", text(&store).unwrap()];
+    here.vmseal(&share).unwrap();
+    // Slowly enough that not all is there before it panics.
+    let slowly = ["vm", "migrate", VM, THERE, "--rate", "1MiB", "--no-wait"];
+    let task = here.json(&slowly).unwrap()["id"].as_str().unwrap().to_owned();
+    eventually("memory to be sent", || {
+        let shown = here.json(&["task", "show", &task]).ok()?;
+        (shown["migration"]["progress"]["sent"].as_u64()? > 0).then_some(())
+    })
+    .unwrap();
+    panics_in(&mut console, 0);
+    drop(console);
+    let ended = here.try_vmseal(&["task", "wait", &task]).unwrap();
+    assert!(!ended.status.success(), "{ended:?}");
+    let why = here.json(&["task", "show", &task]).unwrap().to_string();
+    assert!(why.contains("panicked while it was sent"), "{why}");
+    eventually("its core dump", || (dumps(&here).len() == 1).then_some(())).unwrap();
+    let clear = decrypted(&here, "panic-1");
+    assert!(std::fs::read(&clear).unwrap().starts_with(b"makedumpfile"));
+    assert_eq!(only_host(&here, VM).unwrap(), HERE);
+    // Before QEMU 9.0 a guest is not sent that has no driver of its disk.
+    let mut console = boots_again(&here);
+    run(&mut console, "insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))", "DRIVER-42").unwrap();
+    drop(console);
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    assert_eq!(only_host(&here, VM).unwrap(), THERE);
+}
+
 #[test]
 fn a_process_that_dies_leaves_a_whole_core_dump_or_none_and_no_guest_that_stands_still() {
     if !has_its_turn() {
@@ -268,9 +313,23 @@ fn a_process_that_dies_leaves_a_whole_core_dump_or_none_and_no_guest_that_stands
     here.vmseal(&["vm", "start", VM]).unwrap();
     console = boots_again(&here);
     remember(&mut console);
+    // QEMU stands still in the middle of the core dump until the agent knows that the filter has died.
+    let home = home(&here);
+    let qemu = Pid::from_raw(here.processes_of(VM, QEMU).unwrap()[0]);
+    let filter = here.processes_of(VM, "vmseal-filter").unwrap()[0];
     panics_in(&mut console, 0);
-    begun(&here);
-    kill_hard(here.processes_of(VM, "vmseal-filter").unwrap()[0]);
+    let begins = Instant::now();
+    while cores_in(&home).is_empty() {
+        assert!(begins.elapsed() < BOOT_TIMEOUT, "no core dump begins");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill(qemu, Signal::SIGSTOP).unwrap();
+    let half = cores_in(&home).iter().all(|core| is_half(core));
+    kill_hard(filter);
+    let down = here.wait_alarm(VM, "disks-down");
+    kill(qemu, Signal::SIGCONT).unwrap();
+    assert!(half, "the core dump was whole before its QEMU was stopped");
+    assert!(down.unwrap().contains("which stands still"));
     // Its core dump needs no filter. A QEMU before 9.0 takes no other one for a guest that has stood still: then the VM is stopped.
     eventually("an end, or another boot", || {
         let vm = here.vm(VM).ok()?;

@@ -203,6 +203,16 @@ pub fn leaves_core(spec: &VmSpec, file: &str) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// The guest of a VM has panicked while it was sent to another host.
+#[must_use]
+pub fn panicked_while_sent(spec: &VmSpec) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "has a guest that panicked while it was sent: it stays on its host, which does what is to be done about that. If a core dump is written, decrypt it if it is needed, and delete it (vmseal dump list {name}); then begin the migration again"
+    );
+    wrong_state(spec, &what)
+}
+
 /// The memory of a suspended VM does not follow a copy that was begun before it was suspended.
 #[must_use]
 pub fn leaves_memory(spec: &VmSpec) -> Problem {

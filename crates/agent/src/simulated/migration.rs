@@ -132,6 +132,15 @@ impl Inside {
         Ok(())
     }
 
+    /// The guest has panicked, and is not sent any more.
+    pub fn panicked_while_sent(&mut self, vm: VmId) {
+        let Ok(known) = self.known(vm) else { return };
+        let Some(task) = known.jobs.sender() else { return };
+        known.work.remove(&Work::Job(task));
+        let problem = rules::panicked_while_sent(&known.spec);
+        known.jobs.migrated(task, Err(problem));
+    }
+
     /// All of the guest is sent: it stands still.
     pub fn hand_over(&mut self, vm: VmId) {
         if let Some(guest) = self.persisted.guests.get_mut(&vm) {

@@ -2,6 +2,7 @@
 
 use jiff::Timestamp;
 use vmseal_api::dump::{DumpFormat, PanicDump};
+use vmseal_api::hardware::OnCrash;
 use vmseal_api::host::{KeyState, Notice, Power, StopReason};
 use vmseal_api::id::VmId;
 
@@ -55,6 +56,9 @@ impl Inside {
         let Ok(known) = self.known(vm) else { return };
         let on_crash = known.spec.hardware.on_crash;
         let now = known.panics.begin(at);
+        if on_crash.dumps() || on_crash == OnCrash::Preserve {
+            self.panicked_while_sent(vm);
+        }
         let dumped = on_crash.dumps().then(|| self.dump_panic(vm, now.dump, at));
         self.list_panic_dumps(vm);
         let Some(guest) = self.persisted.guests.get_mut(&vm) else { return };

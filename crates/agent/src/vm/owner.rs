@@ -511,6 +511,7 @@ impl Owner {
         let Some(running) = self.running() else { return };
         let why = filter::ended(exit, &running.directory).to_string();
         running.service = Service::Down(None);
+        running.lost_still = running.panicked;
         let (directory, stands_still) = (running.directory.clone(), running.stands_still());
         tracing::error!(vm = %self.spec.vm, why, "the guest waits for another filter");
         self.exchanged = images::exchanged(&self.spec, &directory).await;
@@ -622,8 +623,9 @@ impl Owner {
         if let Err(error) = self.shared.run_dir.vm(vm).sweep().await {
             tracing::warn!(%vm, %error, "cannot remove the run directory of a VM");
         }
-        self.sweep_panic_dumps().await;
+        // Beside disks that another host has got, what is half may be of that host.
         if reason != StopReason::Migrated {
+            self.sweep_panic_dumps().await;
             // One may have become whole as its QEMU ended.
             self.list_panic_dumps().await;
         }

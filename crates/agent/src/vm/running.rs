@@ -75,6 +75,8 @@ pub struct Running {
     /// Whether the filter that serves has begun while the guest stood still, or may have: QEMU does not know its queues
     /// ([`super::queues`]).
     pub begun_still: bool,
+    /// Whether its filter, where it has none, has ended since the guest panicked, or may have.
+    pub lost_still: bool,
     /// When devices have left ports of this QEMU.
     pub left_ports: BTreeMap<u32, Instant>,
     /// The writing of a core dump of a guest that has panicked.
@@ -210,19 +212,19 @@ impl Running {
         self.saving.is_some() || self.panicked || self.live.paused && self.live.queues_known
     }
 
-    /// Whether QEMU takes another filter when a guest goes on that has stood still, if it needs one: before 9.0 it does not where the filter
+    /// Whether QEMU takes another filter when a guest goes on that has panicked, if it needs one: before 9.0 it does not where the filter
     /// has ended meanwhile (docs/decisions/020).
     ///
     /// # Errors
     /// QEMU's.
     pub async fn may_be_served_again(&self) -> Result<bool, QmpError> {
-        let ended = match &self.service {
+        let lost = match &self.service {
             Service::Served(filter) => filter.has_ended(),
-            Service::Down(None) => true,
+            Service::Down(None) => self.lost_still,
             // It ended while the guest ran.
             Service::Down(Some(_)) => false,
         };
-        if !ended {
+        if !lost {
             return Ok(true);
         }
         plug::takes_filters_at_any_time(&self.qmp).await
@@ -273,9 +275,18 @@ impl Running {
         let dumped = self.end_dumping().await;
         self.tpm.end().await;
         let (reason, directory) = (self.qemu_end.reason(), self.directory.clone());
+        let stood_still = self.panicked;
         let flushed = self.end_filter().await;
         let remedy = super::remedy(vm);
         let mut detail = match reason {
+            // Else QEMU has ended because of the panic, as it is told to.
+            StopReason::GuestPanicked if stood_still => {
+                let dumped = dumped.map(|dumped| format!("; {dumped}")).unwrap_or_default();
+                format!(
+                    "the guest of VM '{vm}' panicked and stood still{dumped}; then QEMU {exit}, {}. {remedy}",
+                    directory.log_ends(qemu::NAME)
+                )
+            }
             StopReason::GuestShutdown => "the guest powered itself off".to_owned(),
             StopReason::GuestPanicked => {
                 // Not the console's output: only users who may open the console may see that.
@@ -289,7 +300,7 @@ impl Running {
         if let Err(error) = flushed {
             detail = format!("{detail}. Then: {error}");
         }
-        (reason, with_dump(detail, dumped))
+        (reason, detail)
     }
 
     /// Waits for the end of a core dump that was being written when QEMU ended. Returns what became of it, for people.
@@ -297,7 +308,11 @@ impl Running {
         let mut dumping = self.dumping.take()?;
         match timeout(DUMP_ENDS, dumping.finished()).await {
             Ok(dumped) => Some(dumped),
-            Err(_) => Some("no core dump was written: its datastore does not answer".to_owned()),
+            // What waits for the datastore may end yet.
+            Err(_) => Some(
+                "whether a core dump was written is not known: its datastore does not answer"
+                    .to_owned(),
+            ),
         }
     }
 
@@ -320,7 +335,10 @@ impl Running {
         if let Err(error) = flushed {
             detail = format!("{detail}. Then: {error}");
         }
-        (StopReason::PoweredOff, with_dump(detail, dumped))
+        if let Some(dumped) = dumped {
+            detail = format!("{detail}; its guest had panicked, and {dumped}");
+        }
+        (StopReason::PoweredOff, detail)
     }
 
     /// Has the filter flush and exit. Where there is none, there is nothing to flush.
@@ -410,14 +428,6 @@ impl Running {
         let mut notices = troubles(spec, &status);
         notices.extend(stalled.notices(spec, &status, stall, Timestamp::now()));
         notices
-    }
-}
-
-/// Why a VM is off, with what became of a core dump that was being written.
-fn with_dump(detail: String, dumped: Option<String>) -> String {
-    match dumped {
-        Some(dumped) => format!("{detail}; its guest had panicked, and {dumped}"),
-        None => detail,
     }
 }
 

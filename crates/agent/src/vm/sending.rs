@@ -25,7 +25,7 @@ use super::migration::{
     unexpected, why_failed,
 };
 use super::standstill::{StandStill, until_held};
-use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, take_back};
+use super::stream::{BANDWIDTH_MAX, completed, pass, sockets, stands_still, take_back};
 use super::to_copy::ToCopy;
 use crate::hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::migration::figures;
@@ -282,11 +282,6 @@ async fn held(qmp: &Qmp, still: &StandStill) -> Problem {
     until_held(still.longest(), ask).await
 }
 
-/// Whether QEMU has stopped its guest to send the rest of its memory.
-fn stands_still(state: &Value) -> bool {
-    matches!(state["status"].as_str(), Some("finish-migrate" | "postmigrate"))
-}
-
 /// Has the disks copied until the copies lack little.
 async fn copy_disks(
     copies: &ToCopy,
@@ -312,19 +307,4 @@ async fn copy_disks(
     };
     link.send(&Message::Copied).await?;
     Ok(disks)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_stands_still_when_qemu_has_stopped_it_to_send_it() {
-        for (status, still) in
-            [("running", false), ("paused", false), ("finish-migrate", true), ("postmigrate", true)]
-        {
-            assert_eq!(stands_still(&json!({"status": status})), still, "{status}");
-        }
-        assert!(!stands_still(&json!({})));
-    }
 }

@@ -209,6 +209,7 @@ pub async fn boot(
         sending: None,
         panicked: false,
         begun_still: false,
+        lost_still: false,
         left_ports: BTreeMap::new(),
         dumping: None,
     };
@@ -371,7 +372,9 @@ pub async fn reconnect(
         tracing::warn!(vm = %spec.vm, %error, "QEMU may do something else when its guest panics");
     }
     let status = qmp.execute("query-status", Value::Null).await.map_err(internal)?;
-    let panicked = status["status"] == PANICKED;
+    // A stream that was given up, or saving that failed, leaves one so that had panicked before.
+    let panicked =
+        status["status"] == PANICKED || live.panics.now.is_some() && stream::stands_still(&status);
     if !panicked {
         // An agent may have ended before it noted that the guest boots again.
         live.panics.over();
@@ -398,6 +401,9 @@ pub async fn reconnect(
         stream::give_up(&qmp).await.map_err(internal)?;
         qmp.execute("cont", Value::Null).await.map_err(internal)?;
     }
+    // One that was paused by an operator has not.
+    let panicked = panicked && (!live.paused || live.panics.now.is_some());
+    let lost_still = panicked && filter.is_none();
     let ran = filter.is_some() && queues::taken(&control, spec, &live, &qmp).await;
     Ok(Running {
         directory: directory.clone(),
@@ -413,8 +419,9 @@ pub async fn reconnect(
         slot,
         qemu_end: QemuEnd::default(),
         left: false,
-        panicked: panicked && !live.paused,
+        panicked,
         begun_still: !ran,
+        lost_still,
         live,
         saving: None,
         sending: None,

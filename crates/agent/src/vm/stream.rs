@@ -122,9 +122,42 @@ pub async fn give_up(qmp: &Qmp) -> Result<(), QmpError> {
     }
 }
 
+/// Whether QEMU writes a stream, or has written one and its guest has not gone on since.
+///
+/// # Errors
+/// QEMU's.
+pub async fn is_under_way(qmp: &Qmp) -> Result<bool, QmpError> {
+    if stands_still(&qmp.execute("query-status", Value::Null).await?) {
+        return Ok(true);
+    }
+    let state = qmp.execute("query-migrate", Value::Null).await?;
+    let status = state["status"].as_str();
+    Ok(matches!(status, Some("setup" | "active" | "device" | "pre-switchover" | "cancelling")))
+}
+
+/// Whether QEMU has stopped its guest to write the rest of a stream.
+#[must_use]
+pub fn stands_still(state: &Value) -> bool {
+    matches!(state["status"].as_str(), Some("finish-migrate" | "postmigrate"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_guest_stands_still_when_qemu_has_stopped_it_to_send_it() {
+        for (status, still) in [
+            ("running", false),
+            ("paused", false),
+            ("guest-panicked", false),
+            ("finish-migrate", true),
+            ("postmigrate", true),
+        ] {
+            assert_eq!(stands_still(&json!({"status": status})), still, "{status}");
+        }
+        assert!(!stands_still(&json!({})));
+    }
 
     #[test]
     fn a_stream_is_complete_when_qemu_says_so() {

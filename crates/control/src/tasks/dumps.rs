@@ -189,7 +189,11 @@ async fn record(run: &Run<'_>) -> Result<(), StepError> {
 async fn remove_file(run: &Run<'_>) -> Result<(), StepError> {
     let vm = run.vm().await?;
     register(run).await?;
-    Ok(run.agent(&vm)?.discard_dump(vm.id, id(run)?).await?)
+    run.agent(&vm)?.discard_dump(vm.id, id(run)?).await?;
+    // Who migrates the VM next is refused while its host tells of one that is not listed.
+    let state = run.host_state(vm.host, None).await?;
+    run.hosts().until_shown(vm.host, &state).await;
+    Ok(())
 }
 
 async fn remove_row(run: &Run<'_>) -> Result<(), StepError> {

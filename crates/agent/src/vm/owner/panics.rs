@@ -10,6 +10,7 @@ use vmseal_api::id::DumpId;
 use vmseal_api::problem::Problem;
 
 use super::{Owner, State};
+use crate::hypervisor::qmp::Event;
 use crate::process::panics::{Outcome, outcome};
 use crate::rules;
 use crate::storage::core_file::{of_panics, sweep_panics};
@@ -35,7 +36,10 @@ pub struct Known {
 impl Owner {
     /// An earlier agent may have left half of a core dump, or a guest that has panicked.
     pub(super) async fn find_panics(&mut self) {
-        self.sweep_panic_dumps().await;
+        // Beside the disks of a guest that is handed over, what is half may be of the host that has it.
+        if !self.is_handed_over() {
+            self.sweep_panic_dumps().await;
+        }
         self.list_panic_dumps().await;
         let found = self.running().map(|running| (running.live.panics.clone(), running.panicked));
         let Some((panics, panicked)) = found else { return };
@@ -50,12 +54,19 @@ impl Owner {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return };
         running.panicked = true;
+        // An agent that starts has not got QEMU's event.
+        running.qemu_end.note(Event::GuestPanicked { stays: true });
         let now = running.live.panics.begin(Timestamp::now());
         if now.kept {
             return;
         }
+        // It may have panicked in the instant before it was paused: then what is done about that is done.
+        running.live.paused = false;
+        running.live.queues_known = false;
         note(running, &spec);
         tracing::error!(vm = %spec.vm, on_crash = spec.hardware.on_crash.name(), "the guest panicked");
+        self.panicked_while_saved().await;
+        self.panicked_while_sent().await;
         match spec.hardware.on_crash.dumps() {
             true => self.dump_panic(now.dump),
             false => self.after_panic(None).await,
@@ -188,11 +199,10 @@ impl Owner {
     /// Whether what another filter could not be started for has panicked: it needs none before it boots again, and a core dump that is being
     /// written is finished first.
     pub(super) fn panicked_unserved(&mut self, problem: &Problem) -> bool {
-        let panicked = self.running().is_some_and(|running| running.panicked);
-        if panicked {
-            tracing::warn!(vm = %self.spec.vm, %problem, "a guest that panicked has no filter, and needs none now");
-        }
-        panicked
+        let Some(running) = self.running().filter(|running| running.panicked) else { return false };
+        running.lost_still = true;
+        tracing::warn!(vm = %self.spec.vm, %problem, "a guest that panicked has no filter, and needs none now");
+        true
     }
 
     async fn with_panic_dumps<T: Send + 'static>(

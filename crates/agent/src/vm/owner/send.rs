@@ -10,7 +10,9 @@
 
 use std::ffi::OsStr;
 
+use serde_json::Value;
 use tokio::task::spawn_blocking;
+use vmseal_api::hardware::OnCrash;
 use vmseal_api::host::{Departure, DiskSpec, JobSpec, Notice, Power, SendJob, StopReason, VmSpec};
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -31,6 +33,7 @@ use crate::vm::running::Running;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
 use crate::vm::serve::{self, NotReplaced};
 use crate::vm::service::{Service, serve_once};
+use crate::vm::stream;
 use crate::vm::to_copy::{Departing, ToCopy};
 use crate::vm::{internal, tpm};
 
@@ -238,6 +241,26 @@ impl Owner {
         }
     }
 
+    /// The guest has panicked while it is sent, and is sent no more: QEMU writes no core dump while it sends memory, what it has sent of a guest
+    /// is not what that has when it boots again, and the other host would have one go on that is to be left as it is. Only while its
+    /// disks are being copied may it boot again without a core dump: its memory is not sent yet.
+    pub(super) async fn panicked_while_sent(&mut self) {
+        let restarts = self.spec.hardware.on_crash == OnCrash::Restart;
+        let Some(task) = self.jobs.sender() else { return };
+        let Some(running) = self.running().filter(|running| running.sending.is_some()) else {
+            return;
+        };
+        if restarts && matches!(stream::is_under_way(&running.qmp).await, Ok(false)) {
+            return;
+        }
+        running.sending = None;
+        let problem = rules::panicked_while_sent(&self.spec);
+        tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent");
+        // Of the stream alone: the guest goes on when what is done about its panic is done. The next check has its filter let go of copies.
+        self.let_go_on().await;
+        self.jobs.migrated(task, Err(problem));
+    }
+
     /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.
     async fn hand_over(&mut self, mut sent: Sent) -> Result<(), Problem> {
         // What is done about a panic is done where the core dump is.
@@ -382,7 +405,7 @@ impl Owner {
     }
 }
 
-/// Checks that what QEMU has sent of a guest, which stands still, is whole ([`crate::vm::queues`]): QEMU stops a guest by itself when it has
+/// Checks that what QEMU has sent of a guest, which stands still since, is whole ([`crate::vm::queues`]): QEMU stops a guest by itself when it has
 /// sent the most of it, and its filter may have died just before.
 async fn require_whole(running: &Running, spec: &VmSpec) -> Result<(), Problem> {
     let begun = if running.live.paused { !running.live.queues_known } else { running.begun_still };
@@ -390,6 +413,10 @@ async fn require_whole(running: &Running, spec: &VmSpec) -> Result<(), Problem> 
         return Err(internal(
             "its filter has died, and the next one began when its guest stood still",
         ));
+    }
+    let guest = running.qmp.execute("query-status", Value::Null).await.map_err(internal)?;
+    if !stream::stands_still(&guest) {
+        return Err(internal("its guest does not stand still any more"));
     }
     match running.witness()?.silent(spec, &running.live).await {
         Some(why) => Err(internal(format!("its filter serves its disks no more: {why}"))),

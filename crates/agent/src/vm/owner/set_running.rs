@@ -510,6 +510,7 @@ impl Owner {
     pub(super) async fn end_filter_to_replace(&mut self) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
+        running.lost_still = running.panicked;
         if running.live.queues_known {
             // QEMU has the next one begin, though the guest is paused. On record before that is so.
             running.live.queues_known = false;
@@ -653,6 +654,7 @@ fn not_released(spec: &VmSpec, what: &str) -> Problem {
 
 /// For how long a port is not taken that a device has left, while there are others. A guest that is slow to let a device go is asked
 /// again; it may then eject twice, and the second time it ejects what has come to the port since (docs/decisions/292).
+/// Four times as long as it has before it is asked again.
 const PORT_LEFT: Duration = Duration::from_secs(20);
 
 /// A port that no device of a running VM is plugged into.
@@ -682,6 +684,11 @@ fn first_of(free: impl Iterator<Item = u32>, left: &BTreeMap<u32, Instant>) -> O
 
 /// The port and the queues of another disk.
 fn free_place(spec: &VmSpec, running: &Running) -> Result<(u32, u16), Problem> {
+    if running.panicked {
+        // QEMU adds a disk when a filter serves it. No other filter would begin if that died meanwhile, and QEMU would answer nothing any more.
+        let what = "has a guest that panicked: it gets another disk when it boots again. Where it stands still for good, reset and unpause it first (vmseal vm reset, vmseal vm unpause)";
+        return Err(rules::wrong_state(spec, what));
+    }
     let last = running.live.disks.iter().filter_map(|disk| disk.port).max();
     let port = free_port(spec, running, ports::for_another_disk(last))?;
     Ok((port, free_queues(spec, running)?))

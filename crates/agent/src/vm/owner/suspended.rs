@@ -155,6 +155,18 @@ impl Owner {
         }
     }
 
+    /// The guest has panicked in the instant before it was stopped to have its memory saved: that is given up. QEMU writes no core dump while
+    /// it saves, and a guest that boots again is another one than what would be saved.
+    pub(super) async fn panicked_while_saved(&mut self) {
+        let Some(running) = self.running() else { return };
+        if running.saving.take().is_none() {
+            return;
+        }
+        let what = "has a guest that panicked before its memory was saved: nothing is saved";
+        let problem = rules::wrong_state(&self.spec, what);
+        self.memory_saved(Err(problem)).await;
+    }
+
     /// The guest goes on, as its memory could not be saved.
     async fn goes_on(&mut self, problem: Problem) {
         tracing::error!(vm = %self.spec.vm, %problem, "the VM is not suspended, and goes on");

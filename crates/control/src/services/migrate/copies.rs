@@ -153,6 +153,12 @@ pub(super) async fn of(
                 dump.name, vm.name
             ));
         }
+        if services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| !seen.panic_dumps.is_empty()) {
+            return Err(format!(
+                "the VM's guest has panicked, and its host has just written a core dump beside its first disk, which would stay behind: wait until it is listed (vmseal dump list {}), decrypt it if it is needed, and delete it first",
+                vm.name
+            ));
+        }
     }
     let policy = policies::find(&mut read, &vm.policy.to_string()).await;
     let policy = policy.map_err(|error| failed(error.into()))?;

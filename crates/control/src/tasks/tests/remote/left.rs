@@ -12,6 +12,22 @@ use crate::services::{PageRequest, backups as service};
 use crate::store::dumps;
 use crate::tasks::tests::backups::{OTHER, as_another, living_keys, made, named, rows};
 
+/// Has this done when its guest panics.
+async fn set(two: &Two, on_crash: OnCrash) {
+    let request = SetVm { on_crash: Some(on_crash), ..SetVm::default() };
+    let me = Caller::administrator("me");
+    set_vm::set(&two.services(), &me, "web", request, false).await.map(drop).unwrap();
+}
+
+/// The tasks of a migration in which it is being sent, for long.
+async fn sends(two: &Two) -> (TaskId, TaskId) {
+    two.west.agent.set_work(LONG);
+    let (task, arrival) = two.begin().await;
+    let sends = async || two.west.agent.departure(two.vm, task).map(drop);
+    two.west.eventually("it is sent", sends).await;
+    (task, arrival)
+}
+
 /// The core dumps of its VM, at the first control plane.
 async fn dumps_of(two: &Two) -> Vec<dumps::Dump> {
     dumps::of_vm(&mut two.west.store.read().await.unwrap(), two.vm).await.unwrap()
@@ -20,13 +36,8 @@ async fn dumps_of(two: &Two) -> Vec<dumps::Dump> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_guest_that_panics_while_it_is_sent_stays_with_its_core_dump() {
     let two = Two::new().await;
-    let (services, me) = (two.services(), Caller::administrator("me"));
-    let request = SetVm { on_crash: Some(OnCrash::CoredumpRestart), ..SetVm::default() };
-    set_vm::set(&services, &me, "web", request, false).await.map(drop).unwrap();
-    two.west.agent.set_work(LONG);
-    let (task, arrival) = two.begin().await;
-    let sends = async || two.west.agent.departure(two.vm, task).map(drop);
-    two.west.eventually("it is sent", sends).await;
+    set(&two, OnCrash::CoredumpRestart).await;
+    let (task, arrival) = sends(&two).await;
     two.west.agent.panic_guest(two.vm);
     let ended = two.west.ended(task).await;
     assert_eq!(ended.state, TaskState::Failed);
@@ -49,6 +60,22 @@ async fn a_guest_that_panics_while_it_is_sent_stays_with_its_core_dump() {
     two.east.ends_well(arrival).await;
     two.assert_gone("without its core dump").await;
     assert!(two.west.agent.dumps().is_empty(), "a core dump is left");
+}
+
+/// Nothing is written of it: its host ends the migration, as the other one would have it go on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guest_that_is_left_as_it_panicked_while_it_was_sent_stays() {
+    let two = Two::new().await;
+    set(&two, OnCrash::Preserve).await;
+    let (task, arrival) = sends(&two).await;
+    two.west.agent.panic_guest(two.vm);
+    let ended = two.west.ended(task).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let why = ended.problem.unwrap().detail;
+    assert!(why.contains("panicked while it was sent"), "{why}");
+    assert_eq!(two.east.ended(arrival).await.state, TaskState::Cancelled);
+    two.west.assert_whole(two.vm, Power::Paused, "it is left as it is").await;
+    assert!(two.west.agent.runs(two.vm) && !two.east.agent.runs(two.vm), "where it runs");
 }
 
 /// A core dump that was asked for after the other control plane was asked whether it takes the VM.
