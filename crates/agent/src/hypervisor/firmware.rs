@@ -28,8 +28,8 @@ pub const SOCKET: &str = "fw";
 /// to start one. Where none comes, as the key or the agent is away, QEMU's log alone tells of the failed write.
 const RECONNECT_SECONDS: u32 = 600;
 
-/// The set of descriptors by which QEMU opens the code; the console's log has the first one.
-const CODE_SET: u32 = 2;
+/// The set of descriptors by which QEMU opens the code. The log of the console has the first, a medium of the CD-ROM drive the second.
+const CODE_SET: u32 = 3;
 
 /// The firmware of this host.
 #[derive(Clone, Debug)]

@@ -61,9 +61,10 @@ mod tests {
     use crate::storage::mark;
 
     fn disk(place: &DatastoreSpec) -> Device {
+        let disk = DiskId::new();
         Device::Disk(DiskSpec {
-            disk: DiskId::new(),
-            name: "system".to_owned(),
+            disk,
+            name: format!("disk-{disk}"),
             datastore: place.clone(),
             size: 1 << 20,
             encrypted: true,

@@ -178,9 +178,9 @@ pub async fn boot(
         }
     };
     if let Err(problem) = loaded {
-        // QEMU ends where it cannot load the memory, and its log says why.
+        // QEMU ends where it cannot load the memory, and its log says why; not where the other host has ended the sending.
         return Err(match problem.code {
-            ErrorCode::Internal => {
+            ErrorCode::Internal if !problem.of_other_host => {
                 internal(format!("{problem}; QEMU's log: {}", directory.log_ends(qemu::NAME)))
             }
             _ => problem,

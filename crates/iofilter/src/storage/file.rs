@@ -13,8 +13,7 @@
 
 use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -28,6 +27,7 @@ use crate::stack::request::IoError;
 use crate::storage::channel::{self, Connection};
 use crate::storage::extent::{Extent, raw_extent};
 use crate::storage::served;
+use crate::storage::statx::statx;
 use crate::storage::sync::SyncFile;
 use crate::storage::target::FileTarget;
 use crate::storage::uring::UringFile;
@@ -317,21 +317,8 @@ fn set_direct(fd: &OwnedFd) -> io::Result<()> {
 
 /// The alignment that direct I/O on this file needs, of memory and of offsets (`STATX_DIOALIGN`, Linux 6.1).
 fn direct_alignment(fd: &OwnedFd) -> (u32, u32) {
-    let mut statx = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: an empty path with AT_EMPTY_PATH names the descriptor; the kernel fills the structure,
-    // of which all-zero is a valid value.
-    let statx = unsafe {
-        let failed = libc::statx(
-            fd.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            libc::STATX_DIOALIGN,
-            statx.as_mut_ptr(),
-        );
-        if failed != 0 {
-            return (DIRECT_ALIGNMENT, DIRECT_ALIGNMENT);
-        }
-        statx.assume_init()
+    let Ok(statx) = statx(fd, 0, libc::STATX_DIOALIGN) else {
+        return (DIRECT_ALIGNMENT, DIRECT_ALIGNMENT);
     };
     let known = statx.stx_mask & libc::STATX_DIOALIGN != 0;
     let sane = |value: u32| value.is_power_of_two() && value <= DIRECT_ALIGNMENT;

@@ -10,6 +10,7 @@ pub mod own;
 pub mod qcow2;
 pub mod rings;
 mod served;
+mod statx;
 pub mod sync;
 pub mod target;
 pub mod uring;

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::stack::request::{IoError, Request};
 use crate::storage::served;
+use crate::storage::statx::length_here;
 
 /// How old the last check of a file's length may be when the file is changed: long against a check, however small the
 /// writes are, and short against the time in which anyone notices.
@@ -121,8 +122,7 @@ impl FileTarget {
         if self.cut.load(Ordering::Relaxed) {
             return Err(IoError::Truncated);
         }
-        let stat = nix::sys::stat::fstat(&self.fd).map_err(|error| self.error(error as i32))?;
-        let has = u64::try_from(stat.st_size).unwrap_or(0);
+        let has = length_here(&self.fd).map_err(|error| self.error(error as i32))?;
         if has >= end {
             return Ok(());
         }

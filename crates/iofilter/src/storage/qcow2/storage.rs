@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
-use nix::sys::stat::fstat;
 use vmseal_qcow2::Layout;
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
 use crate::storage::file::{past_page_cache, takes_rings};
+use crate::storage::statx::length_here;
 use crate::storage::sync;
 use crate::storage::target::FileTarget;
 
@@ -185,9 +185,8 @@ impl ImageFile {
     /// Whether the file is still as long as we made it: do not recreate a truncated part.
     pub(super) fn intact(&self) -> Result<(), IoError> {
         let target = &self.0.target;
-        let stat = fstat(&target.fd).map_err(|error| target.error(error as i32))?;
-        let short = u64::try_from(stat.st_size).unwrap_or(0) < self.length();
-        if short { Err(IoError::Truncated) } else { Ok(()) }
+        let has = length_here(&target.fd).map_err(|error| target.error(error as i32))?;
+        if has < self.length() { Err(IoError::Truncated) } else { Ok(()) }
     }
 
     /// Reads data. Clusters beyond the end of the file are missing, and not zeroes; only the
