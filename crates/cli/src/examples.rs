@@ -173,7 +173,7 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
     (
         "vmseal-vm-create",
         "From an image that `vmseal image build debian` has built, with who logs in:",
-        "vmseal vm create web1 --policy encrypted --memory 1GiB \\\n        --disk datastore=fast,size=20GiB,image=debian --ssh-key ~/.ssh/id_ed25519.pub",
+        "vmseal vm create web1 --policy encrypted --memory 1GiB \\\n        --disk datastore=fast,size=20GiB,image=debian \\\n        --nic user,forward=tcp:22 --ssh-key ~/.ssh/id_ed25519.pub",
     ),
     ("vmseal-image-build", "Debian, to be named as image=debian:", "vmseal image build debian"),
     (
