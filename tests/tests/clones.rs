@@ -119,7 +119,7 @@ fn a_vm_that_runs_is_cloned_and_no_snapshot_is_left() {
     let mut console = booted(&here, "web").unwrap();
     write(&mut console, "TEXT-OF-ONE");
     let linked = here.refused(&["vm", "clone", "web", "copy", "--linked"]).unwrap();
-    assert!(linked.contains("a linked clone stands on what a snapshot keeps"), "{linked}");
+    assert!(linked.contains("a linked clone shares files with a snapshot"), "{linked}");
     let planned = here.try_vmseal(&["vm", "clone", "web", "copy", "--dry-run"]).unwrap();
     let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
     assert!(planned.status.success(), "{warned}");

@@ -98,7 +98,7 @@ pub fn check_unplugged(spec: &VmSpec, disk: DiskId, in_port: bool) -> Result<(),
 #[must_use]
 pub fn no_free_port(spec: &VmSpec, ports: u32) -> Problem {
     let what = format!(
-        "VM '{}' has no room for another device while it runs: its network cards, and those of its disks that can be unplugged, are {ports} at most. Stop it first",
+        "VM '{}' has no PCI port for another device while it runs: its {ports} ports have network cards and disks that can be unplugged. Stop it first",
         spec.name
     );
     Problem::new(ErrorCode::LimitExceeded, what)

@@ -418,7 +418,7 @@ impl Providers {
         let (keys, policies) = providers::uses(from, provider.id).await?;
         if keys + policies > 0 {
             let detail = format!(
-                "provider '{}' has {keys} keys in use and {policies} policies name it",
+                "provider '{}' has {keys} keys in use, and {policies} policies name it: give VMs keys of another provider (vmseal vm recrypt VM --provider NAME), and policies another provider (vmseal policy set POLICY --provider NAME) first",
                 provider.name
             );
             return Err(Problem::new(ErrorCode::InUse, detail));

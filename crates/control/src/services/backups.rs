@@ -420,7 +420,7 @@ pub async fn restore(
     };
     if request != RestoreBackup::default() {
         let detail = format!(
-            "VM '{}' is there, and its disks are restored where they are: another name, host or datastore, or a policy, is for a VM that was deleted, or for a new one (--as NAME)",
+            "VM '{}' exists, and its disks are restored in their places: another name, host, datastore or policy can be given for a VM that was deleted, or for a new VM (--as NAME)",
             vm.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -722,7 +722,7 @@ pub async fn delete(
         of.all.iter().filter(|it| it.parent == Some(backup.id)).map(|it| &*it.name).collect();
     if !above.is_empty() {
         let detail = format!(
-            "backup '{}' of VM '{}' is needed by {}: delete what is above it first",
+            "backup '{}' of VM '{}' is needed by {}: delete those first",
             backup.name,
             of.name(),
             above.join(", ")

@@ -283,7 +283,7 @@ fn require_key_for_tpm(origin: &vms::Vm, policy: &policies::Policy) -> Result<()
 /// Why there is no linked clone of what a VM holds now.
 fn needs_snapshot(origin: &str) -> String {
     format!(
-        "is needed: a linked clone stands on what a snapshot keeps, for as long as the clone is there, and none is taken for it (vmseal snapshot create {origin} NAME, then --snapshot NAME)"
+        "is needed: a linked clone shares files with a snapshot, which has to stay as long as the clone. Take one (vmseal snapshot create {origin} NAME), then give --snapshot NAME"
     )
 }
 
@@ -307,14 +307,14 @@ fn linked(
     for disk in made.iter().filter(|disk| disk.role == DiskRole::Data) {
         if disk.allocation == Allocation::Preallocated {
             let detail = format!(
-                "disk '{}' of VM '{}' has all of its room allocated, as its policy asks for, and that of a linked clone has not: make a full clone",
+                "disk '{}' of VM '{}' is preallocated, as its policy asks, and a disk of a linked clone cannot be: make a full clone (without --linked)",
                 disk.name, origin.name
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));
         }
         if disk.replica.is_some() {
             let detail = format!(
-                "disk '{}' of VM '{}' has a replica, which a disk that stands on another VM's cannot have: make a full clone",
+                "disk '{}' of VM '{}' has a replica, and a disk of a linked clone cannot have one: make a full clone (without --linked)",
                 disk.name, origin.name
             );
             return Err(Problem::new(ErrorCode::WrongState, detail));

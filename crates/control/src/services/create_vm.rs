@@ -183,7 +183,7 @@ async fn choose_host(services: &Services, request: &CreateVm) -> Result<ChosenHo
         before.retain(|on| hosts.iter().any(|it| it.host == on.host));
         if before.is_empty() {
             let detail = format!(
-                "datastore '{}' belongs to host '{names}', the first disk's to '{first}'",
+                "datastore '{}' belongs to host '{names}', and that of the first disk to '{first}': choose datastores of one host",
                 found.name
             );
             return Err(Problem::invalid(format!("disks[{index}].datastore"), detail));
@@ -193,7 +193,9 @@ async fn choose_host(services: &Services, request: &CreateVm) -> Result<ChosenHo
     if let Some(wanted) = &request.host {
         hosts.retain(|on| on.host_name == *wanted || on.host.to_string() == *wanted);
         if hosts.is_empty() {
-            let detail = format!("host '{wanted}' does not have the datastores of all disks");
+            let detail = format!(
+                "host '{wanted}' does not have the datastores of all disks: choose datastores of that host (vmseal datastore list), or another host"
+            );
             return Err(Problem::invalid("host", detail));
         }
     }
@@ -423,7 +425,7 @@ pub(super) struct ChosenHost {
 fn encrypts(policy: &Policy, disk: &CreateDisk) -> Result<bool, String> {
     match disk.encrypted {
         Some(true) if !policy.encryption => Err(format!(
-            "cannot be: policy '{}' does not encrypt, so that its VMs have no key. Choose a policy that encrypts, and say of the disks that are to be in the clear that they are not (encrypted=no)",
+            "cannot be: policy '{}' does not encrypt, and its VMs have no key. Choose a policy that encrypts, and give encrypted=no for each disk that is to be in the clear",
             policy.name
         )),
         asked => Ok(asked.unwrap_or(policy.encryption)),
@@ -442,7 +444,7 @@ pub(super) async fn place(
         let found = find_datastore(write, disk, index).await?;
         let Some(datastore) = found.spec_on(host.id) else {
             let detail = format!(
-                "datastore '{}' belongs to host '{}', and the VM is on host '{}'",
+                "datastore '{}' belongs to host '{}', and the VM is on host '{}': choose a datastore of that host",
                 found.name,
                 found.host_names(),
                 host.name

@@ -380,7 +380,7 @@ pub async fn remove(
     let disks = datastores::uses(&mut write, datastore.id).await?;
     if disks > 0 {
         let detail = format!(
-            "datastore '{}' is in use (disks: {disks}): delete their VMs first",
+            "datastore '{}' is in use (disks: {disks}): move them to another datastore (vmseal vm move), or delete their VMs first",
             datastore.name
         );
         return Err(Problem::new(ErrorCode::InUse, detail));

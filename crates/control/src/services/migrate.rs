@@ -296,7 +296,7 @@ fn require_use_of_disks(services: &Services, vm: &Vm) -> Result<(), Problem> {
         return Ok(());
     }
     let detail = format!(
-        "VM '{0}' is paused, and its host '{1}' has QEMU {qemu}: before {QEMU_COMES_BACK}, QEMU sends no guest that does not use its disks. Unpause it first (vmseal vm unpause {0})",
+        "VM '{0}' is paused, and its host '{1}' has QEMU {qemu}: QEMU before {QEMU_COMES_BACK} cannot send a guest that does not use its disks. Unpause it first (vmseal vm unpause {0})",
         vm.name, vm.host_name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))

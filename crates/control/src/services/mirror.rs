@@ -133,7 +133,7 @@ pub async fn move_disks(
     drop(read);
     let Some(spec) = to.spec_on(vm.host) else {
         let detail = format!(
-            "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}'",
+            "datastore '{}' belongs to host '{}', and VM '{}' is on host '{}': choose a datastore of that host",
             to.name,
             to.host_names(),
             vm.name,

@@ -197,7 +197,10 @@ pub async fn remove(
     require_ungiven(&mut write, &policy).await?;
     let vms = policies::uses(&mut write, policy.id).await?;
     if vms > 0 {
-        let detail = format!("policy '{}' is in use (VMs: {vms}): delete them first", policy.name);
+        let detail = format!(
+            "policy '{}' is in use (VMs: {vms}): give them another policy (vmseal vm set VM --policy NAME), or delete them first",
+            policy.name
+        );
         return Err(Problem::new(ErrorCode::InUse, detail));
     }
     policies::delete(&mut write, policy.id).await?;

@@ -314,7 +314,7 @@ pub async fn set(
     }
     if !forbidden.is_empty() {
         let detail = format!(
-            "policy '{}' cannot change so while VMs have it that are otherwise: {}. A dry run says what each needs (--dry-run)",
+            "policy '{}' cannot be changed in this way while these VMs have it and do not comply: {}. A dry run says what each of them needs (--dry-run)",
             before.name,
             forbidden.join(", ")
         );

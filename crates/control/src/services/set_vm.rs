@@ -186,7 +186,7 @@ async fn require_no_processor_in_use(
     match kept {
         None => Ok(()),
         Some(snapshot) => refused(format!(
-            "snapshot '{0}' of VM '{name}' keeps memory, which goes on with {1} alone: delete it first (vmseal snapshot delete {name} {0})",
+            "snapshot '{0}' of VM '{name}' keeps memory, which can be resumed only with {1}: delete it first (vmseal snapshot delete {name} {0})",
             snapshot.name,
             model_name(vm.hardware.cpu_model.as_deref())
         )),
@@ -230,7 +230,7 @@ fn check_template(
     }
     if after.template && !before.template && runs {
         let detail = format!(
-            "VM '{0}' is not off, and a template is: stop it first (vmseal vm stop {0})",
+            "VM '{0}' is not off, and a template has to be: stop it first (vmseal vm stop {0})",
             before.name
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
@@ -247,7 +247,7 @@ async fn check_boot(
 ) -> Result<(), Problem> {
     if runs && before.hardware.cdrom.is_none() && after.hardware.cdrom.is_some() {
         let detail = format!(
-            "VM '{}' has no CD-ROM drive, and a guest that runs gets none: stop it first",
+            "VM '{0}' has no CD-ROM drive, and gets one only while it is off: stop it first (vmseal vm stop {0})",
             before.name
         );
         let field = Some("cdrom".to_owned());

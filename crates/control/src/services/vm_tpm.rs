@@ -42,12 +42,15 @@ pub async fn add(
         Problem::new(ErrorCode::WrongState, detail)
     })?;
     if vm.key.is_none() {
-        let detail = format!("VM '{}' has no key, and what a TPM keeps is encrypted", vm.name);
+        let detail = format!(
+            "VM '{0}' has no key, and what a TPM keeps is encrypted: encrypt the VM first (vmseal vm encrypt {0})",
+            vm.name
+        );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let data: Vec<Disk> = known.into_iter().filter(|disk| disk.role.is_data()).collect();
     let made = hardware::tpm(&asked, &data).ok_or_else(|| {
-        let detail = format!("VM '{}' has no disk, beside which its TPM would be", vm.name);
+        let detail = format!("VM '{0}' has no disk, and a TPM keeps its data beside one: add a disk first (vmseal disk add {0})", vm.name);
         Problem::new(ErrorCode::WrongState, detail)
     })?;
     let disk = Disk { detached: true, ..made };
@@ -84,7 +87,7 @@ async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {
         return Ok(());
     }
     let detail = format!(
-        "VM '{0}' is not off, and a guest that runs gets no TPM and keeps the one that it has: stop it first (vmseal vm stop {0})",
+        "VM '{0}' is not off, and a TPM is added or removed only while its VM is off: stop it first (vmseal vm stop {0})",
         vm.name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))
@@ -114,7 +117,7 @@ fn check_disks(vm: &Vm, known: &[Disk]) -> Result<(), Problem> {
     }
     if known.len() >= DISKS_MAX {
         let detail = format!(
-            "VM '{}' has {} disks, and a TPM has one: a VM has at most {DISKS_MAX}",
+            "VM '{}' has {} disks, a TPM needs one more, and a VM has at most {DISKS_MAX}: remove a disk first (vmseal disk remove)",
             vm.name,
             known.len()
         );

@@ -114,7 +114,10 @@ fn ends(run: &Run<'_>) -> Result<(HostId, HostId), StepError> {
 async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     let (vm, (from, to)) = (run.vm().await?, ends(run)?);
     if vm.lifecycle != Lifecycle::Ready || vm.host != from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+        return Err(wrong_state(format!(
+            "VM '{}' has been changed meanwhile: begin again",
+            vm.name
+        )));
     }
     let state = run.host_state(from, None).await?;
     let power = state_of(&state, vm.id).map_or(Power::Off, |seen| seen.power);

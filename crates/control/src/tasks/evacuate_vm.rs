@@ -135,7 +135,10 @@ fn ends(run: &Run<'_>) -> Result<(HostId, HostId), StepError> {
 async fn check(run: &Run<'_>) -> Result<u64, StepError> {
     let (vm, (from, to)) = (run.vm().await?, ends(run)?);
     if vm.lifecycle != Lifecycle::Ready || vm.host != from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+        return Err(wrong_state(format!(
+            "VM '{}' has been changed meanwhile: begin again",
+            vm.name
+        )));
     }
     if run.hosts().connected(from).is_ok() {
         return Err(answers_again(&vm));

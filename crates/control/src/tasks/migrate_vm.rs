@@ -229,7 +229,10 @@ async fn require_messenger(
 async fn running_disks(run: &Run<'_>, from: HostId) -> Result<Vec<Disk>, StepError> {
     let vm = run.vm().await?;
     if vm.lifecycle != Lifecycle::Ready || vm.host != from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+        return Err(wrong_state(format!(
+            "VM '{}' has been changed meanwhile: begin again",
+            vm.name
+        )));
     }
     let state = run.host_state(from, None).await?;
     match state_of(&state, vm.id).map(|seen| seen.power) {

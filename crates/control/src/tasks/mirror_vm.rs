@@ -304,7 +304,7 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
         Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
     };
     if vm.lifecycle != Lifecycle::Ready {
-        return refused("has been changed meanwhile");
+        return refused("has been changed meanwhile: begin again");
     }
     let state = run.host_state(vm.host, None).await?;
     let power = state_of(&state, vm.id).map(|seen| seen.power);

@@ -190,7 +190,7 @@ pub(super) async fn check(run: &Run<'_>) -> Result<(), StepError> {
         Err(StepError::Final(Problem::new(ErrorCode::WrongState, detail)))
     };
     if vm.lifecycle != Lifecycle::Ready || key_of(&vm)? != old {
-        return refused("has been changed meanwhile");
+        return refused("has been changed meanwhile: begin again");
     }
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;

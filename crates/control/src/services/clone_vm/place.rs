@@ -94,7 +94,7 @@ fn has_replica_there(origin: &vms::Vm, made: &[Disk], to: &DatastoreSpec) -> Opt
         (place.datastore.datastore == to.datastore).then_some((disk, name))
     })?;
     Some(format!(
-        "the replica of disk '{}' of VM '{}' is on datastore '{name}', where that of the clone would be as well, and is kept against the loss of another one: choose a datastore without it",
+        "the replica of disk '{}' of VM '{}' is on datastore '{name}', as that of the clone would be, and a replica has to be on another datastore than its disk: choose another datastore",
         disk.name, origin.name
     ))
 }

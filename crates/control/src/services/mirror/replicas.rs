@@ -30,7 +30,7 @@ pub(super) fn require(services: &Services, wanted: &Wanted) -> Result<(), Proble
     };
     if let Some((disk, place)) = replicated(wanted).find(|(disk, _)| is_there(disk)) {
         return refused(format!(
-            "the replica of disk '{}' of VM '{}' is on datastore '{place}', and is kept against the loss of another one: move the disk to one without its replica, or leave it out (--disk)",
+            "the replica of disk '{}' of VM '{}' is on datastore '{place}', and a replica has to be on another datastore than its disk: move the disk to a third datastore, or leave it out (--disk)",
             disk.name, vm.name
         ));
     }

@@ -93,7 +93,10 @@ pub(in crate::tasks) async fn check(
     let target = sent(elsewhere)?.datastore;
     let vm = run.vm().await?;
     if vm.host != from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+        return Err(wrong_state(format!(
+            "VM '{}' has been changed meanwhile: begin again",
+            vm.name
+        )));
     }
     // One that does not answer is found before anything is sent.
     run.host_state(to, None).await?;

@@ -159,7 +159,7 @@ async fn a_clone_is_told_the_same_or_what_it_is_given_also_of_a_vm_that_runs() {
     assert!(plan.steps.iter().any(|step| step == "merge what was kept for it"), "{plan:?}");
     assert_eq!(super::snapshots::rows(&fixture, origin).await, []);
     let refused = ask_for_clone(&fixture, ("none", None), true, true).await.unwrap_err();
-    assert!(refused.detail.contains("a linked clone stands on what a snapshot keeps"), "{refused}");
+    assert!(refused.detail.contains("a linked clone shares files with a snapshot"), "{refused}");
 
     let (vm, _, copies) = cloned(&fixture, ("third", None)).await;
     assert!(copies.snapshot.is_some() && copies.temporary.is_some(), "{copies:?}");

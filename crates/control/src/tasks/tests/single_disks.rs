@@ -240,7 +240,7 @@ async fn what_cannot_be_done_with_single_disks_is_refused() {
     decrypts(&fixture, &services, &["disk1"], false).await;
     let request = SetPolicy { encryption: Some(false), ..SetPolicy::default() };
     let kept = set_policy::set(&services, &me(), "encrypted", request, false).await.map(drop);
-    says(kept, "cannot change so", None);
+    says(kept, "cannot be changed in this way", None);
 }
 
 /// Every other operation leaves each disk as it is.

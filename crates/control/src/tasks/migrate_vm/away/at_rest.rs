@@ -20,7 +20,10 @@ pub(super) async fn disks(
 ) -> Result<Vec<Disk>, StepError> {
     let vm = run.vm().await?;
     if vm.lifecycle != Lifecycle::Ready || vm.host != from {
-        return Err(wrong_state(format!("VM '{}' has been changed meanwhile", vm.name)));
+        return Err(wrong_state(format!(
+            "VM '{}' has been changed meanwhile: begin again",
+            vm.name
+        )));
     }
     let state = run.host_state(from, None).await?;
     let (wanted, word) =
