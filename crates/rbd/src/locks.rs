@@ -6,8 +6,10 @@
 //! The cluster's lock is one of the file's object (`rados_lock_exclusive`, `_shared`). It is a lease: it runs out [`LEASE`] after it was last
 //! renewed. A host that is cut off for that long has lost it; that host cannot write an image then that another one opens, because
 //! who takes an image's own lock keeps the former owner from writing ([`crate::image`]).
+//!
+//! Each file waits for the cluster alone: where one placement group is not active, the locks of files elsewhere are taken, given up and renewed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -30,12 +32,60 @@ pub struct Owner {
     pub handle: u64,
 }
 
+/// Where the cluster's locks are: a pool, or what stands for it in a test.
+pub trait Leases: Send + Sync {
+    /// As [`Pool::lock`].
+    ///
+    /// # Errors
+    /// The cluster's.
+    fn lock(&self, object: &str, kind: Held, lease: Duration) -> io::Result<bool>;
+
+    /// As [`Pool::unlock`].
+    ///
+    /// # Errors
+    /// The cluster's.
+    fn unlock(&self, object: &str) -> io::Result<()>;
+
+    /// As [`Pool::break_locks_of`].
+    ///
+    /// # Errors
+    /// The cluster's.
+    fn break_locks_of(&self, object: &str, addresses: &[String]) -> io::Result<()>;
+}
+
+impl Leases for Pool {
+    fn lock(&self, object: &str, kind: Held, lease: Duration) -> io::Result<bool> {
+        Self::lock(self, object, kind, lease)
+    }
+
+    fn unlock(&self, object: &str) -> io::Result<()> {
+        Self::unlock(self, object)
+    }
+
+    fn break_locks_of(&self, object: &str, addresses: &[String]) -> io::Result<()> {
+        Self::break_locks_of(self, object, addresses)
+    }
+}
+
+/// The locks of a file on this host. Locked while the cluster is asked about that file.
+#[derive(Default)]
+struct OfFile(Mutex<Vec<(Owner, Held)>>);
+
+impl OfFile {
+    fn owners(&self) -> MutexGuard<'_, Vec<(Owner, Held)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The locks of this host.
 pub struct Locks {
-    pool: Arc<Pool>,
+    pool: Arc<dyn Leases>,
     /// The addresses of processes that are dead and may have left locks.
     predecessors: Vec<String>,
-    held: Mutex<HashMap<Inode, Vec<(Owner, Held)>>>,
+    /// The files that are locked. Nobody asks the cluster with this locked.
+    files: Mutex<HashMap<Inode, Arc<OfFile>>>,
+    /// The files whose locks are being renewed.
+    renewed: Mutex<HashSet<Inode>>,
 }
 
 /// What the owners of a file's locks have between them.
@@ -55,8 +105,9 @@ fn conflicts(owners: &[(Owner, Held)], owner: Owner, wanted: Held) -> bool {
 impl Locks {
     /// No locks.
     #[must_use]
-    pub fn new(pool: Arc<Pool>, predecessors: Vec<String>) -> Arc<Self> {
-        Arc::new(Self { pool, predecessors, held: Mutex::default() })
+    pub fn new(pool: Arc<dyn Leases>, predecessors: Vec<String>) -> Arc<Self> {
+        let (files, renewed) = (Mutex::default(), Mutex::default());
+        Arc::new(Self { pool, predecessors, files, renewed })
     }
 
     /// Renews all locks for as long as there are any others who have them.
@@ -75,8 +126,34 @@ impl Locks {
         std::thread::Builder::new().name("locks".into()).spawn(renew).map(drop)
     }
 
-    fn held(&self) -> MutexGuard<'_, HashMap<Inode, Vec<(Owner, Held)>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn files(&self) -> MutexGuard<'_, HashMap<Inode, Arc<OfFile>>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn renewed(&self) -> MutexGuard<'_, HashSet<Inode>> {
+        self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something with the locks of a file, as they are known then.
+    fn with<T>(&self, inode: Inode, work: impl FnOnce(&mut Vec<(Owner, Held)>) -> T) -> T {
+        let file = Arc::clone(self.files().entry(inode).or_default());
+        let done = {
+            let mut owners = file.owners();
+            work(&mut owners)
+        };
+        self.forget(inode, file);
+        done
+    }
+
+    /// Forgets a file without locks, unless somebody else is about to change them: who gets it from the table is counted.
+    fn forget(&self, inode: Inode, file: Arc<OfFile>) {
+        let mut files = self.files();
+        drop(file);
+        let is_unused =
+            |known: &Arc<OfFile>| Arc::strong_count(known) == 1 && known.owners().is_empty();
+        if files.get(&inode).is_some_and(is_unused) {
+            files.remove(&inode);
+        }
     }
 
     /// Locks a file; false where another process, here or elsewhere, has a lock that is in the way.
@@ -84,22 +161,20 @@ impl Locks {
     /// # Errors
     /// The cluster's.
     pub fn lock(&self, inode: Inode, owner: Owner, wanted: Held) -> io::Result<bool> {
-        let mut all = self.held();
-        let owners = all.entry(inode).or_default();
-        if conflicts(owners, owner, wanted) {
-            return Ok(false);
-        }
-        let before = together(owners);
-        let mut next = owners.clone();
-        next.retain(|(other, _)| other.owner != owner.owner);
-        next.push((owner, wanted));
-        let taken = self.change(inode, before, together(&next));
-        if matches!(taken, Ok(true)) {
-            *owners = next;
-        } else if owners.is_empty() {
-            all.remove(&inode);
-        }
-        taken
+        self.with(inode, |owners| {
+            if conflicts(owners, owner, wanted) {
+                return Ok(false);
+            }
+            let before = together(owners);
+            let mut next = owners.clone();
+            next.retain(|(other, _)| other.owner != owner.owner);
+            next.push((owner, wanted));
+            let taken = self.change(inode, before, together(&next));
+            if matches!(taken, Ok(true)) {
+                *owners = next;
+            }
+            taken
+        })
     }
 
     /// Has the cluster's lock be what the owners here have between them.
@@ -130,16 +205,15 @@ impl Locks {
     /// # Errors
     /// The cluster's.
     pub fn is_free(&self, inode: Inode, owner: Owner, wanted: Held) -> io::Result<bool> {
-        {
-            let all = self.held();
-            let owners = all.get(&inode).map(Vec::as_slice).unwrap_or_default();
+        let known = self.with(inode, |owners| {
             if conflicts(owners, owner, wanted) {
-                return Ok(false);
+                return Some(false);
             }
             // Its own lock is not put at risk.
-            if !owners.is_empty() {
-                return Ok(true);
-            }
+            (!owners.is_empty()).then_some(true)
+        });
+        if let Some(free) = known {
+            return Ok(free);
         }
         let free = self.lock(inode, owner, wanted)?;
         if free {
@@ -153,42 +227,123 @@ impl Locks {
     /// # Errors
     /// The cluster's: the lock runs out then.
     pub fn unlock(&self, inode: Inode, of: impl Fn(Owner) -> bool) -> io::Result<()> {
-        let mut all = self.held();
-        let Some(owners) = all.get_mut(&inode) else { return Ok(()) };
-        let before = together(owners);
-        owners.retain(|(owner, _)| !of(*owner));
-        let after = together(owners);
-        if owners.is_empty() {
-            all.remove(&inode);
-        }
-        self.change(inode, before, after).map(drop)
+        let Some(file) = self.files().get(&inode).cloned() else { return Ok(()) };
+        let unlocked = {
+            let mut owners = file.owners();
+            let before = together(&owners);
+            owners.retain(|(owner, _)| !of(*owner));
+            self.change(inode, before, together(&owners))
+        };
+        self.forget(inode, file);
+        unlocked.map(drop)
     }
 
-    fn renew(&self) {
-        let held: Vec<_> = self.held().iter().map(|(inode, it)| (*inode, together(it))).collect();
-        for (inode, kind) in held {
-            let all = self.held();
-            // It may have changed, or gone, meanwhile.
-            let Some(kind) =
-                kind.filter(|kind| all.get(&inode).is_some_and(|now| together(now) == Some(*kind)))
-            else {
+    /// Renews all locks, each in a thread of its own: none waits for the cluster's answer about another one.
+    fn renew(self: &Arc<Self>) {
+        let files: Vec<_> =
+            self.files().iter().map(|(inode, file)| (*inode, Arc::clone(file))).collect();
+        for (inode, file) in files {
+            if !self.renewed().insert(inode) {
+                // The cluster has not answered since the last time.
+                self.forget(inode, file);
                 continue;
-            };
-            match self.pool.lock(&inode.object(), kind, LEASE) {
-                Ok(true) => {}
-                Ok(false) => {
-                    tracing::error!(%inode, "another host has the lock of a file that is locked here: this one was cut off for too long")
-                }
-                Err(error) => tracing::warn!(%inode, %error, "the lock of a file is not renewed"),
             }
-            drop(all);
+            let locks = Arc::clone(self);
+            let renew = move || {
+                locks.renew_one(inode, &file.owners());
+                locks.renewed().remove(&inode);
+                locks.forget(inode, file);
+            };
+            if let Err(error) = std::thread::Builder::new().name("lock".into()).spawn(renew) {
+                tracing::warn!(%inode, %error, "the lock of a file is not renewed: there is no thread");
+                self.renewed().remove(&inode);
+            }
+        }
+    }
+
+    fn renew_one(&self, inode: Inode, owners: &[(Owner, Held)]) {
+        let Some(kind) = together(owners) else { return };
+        match self.pool.lock(&inode.object(), kind, LEASE) {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::error!(%inode, "another host has the lock of a file that is locked here: this one was cut off for too long")
+            }
+            Err(error) => tracing::warn!(%inode, %error, "the lock of a file is not renewed"),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{self, Receiver};
+
     use super::*;
+
+    /// A cluster that answers about each file but one, which it answers about when that is let go.
+    struct Cluster {
+        hangs: String,
+        goes: Mutex<Receiver<()>>,
+        asked: Mutex<mpsc::Sender<String>>,
+    }
+
+    impl Leases for Cluster {
+        fn lock(&self, object: &str, _: Held, _: Duration) -> io::Result<bool> {
+            self.asked.lock().unwrap().send(object.to_owned()).unwrap();
+            if object == self.hangs {
+                let _ = self.goes.lock().unwrap().recv();
+            }
+            Ok(true)
+        }
+
+        fn unlock(&self, _: &str) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn break_locks_of(&self, _: &str, _: &[String]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_file_whose_cluster_does_not_answer_keeps_no_others_lock_from_being_taken_and_renewed() {
+        let (stuck, well, other) = (Inode(2), Inode(4), Inode(6));
+        let owner = Owner { owner: 1, handle: 10 };
+        let (let_go, goes) = mpsc::channel();
+        let (asked, heard) = mpsc::channel();
+        let (goes, asked) = (Mutex::new(goes), Mutex::new(asked));
+        let locks =
+            Locks::new(Arc::new(Cluster { hangs: stuck.object(), goes, asked }), Vec::new());
+        let next = || heard.recv_timeout(Duration::from_secs(60)).unwrap();
+        // It answers once, so that there is a lock to be renewed.
+        let_go.send(()).unwrap();
+        for inode in [stuck, well] {
+            assert!(locks.lock(inode, owner, Held::Exclusive).unwrap());
+            assert_eq!(next(), inode.object());
+        }
+        locks.renew();
+        let mut renewed = [next(), next()];
+        renewed.sort();
+        let mut expected = [stuck.object(), well.object()];
+        expected.sort();
+        assert_eq!(renewed, expected);
+        assert!(locks.lock(other, owner, Held::Shared).unwrap());
+        assert_eq!(next(), other.object());
+        locks.unlock(other, |_| true).unwrap();
+        assert!(!locks.files().contains_key(&other), "a file without locks is kept");
+        // The one that hangs is not asked about again meanwhile.
+        while locks.renewed().contains(&well) {
+            std::thread::yield_now();
+        }
+        locks.renew();
+        assert_eq!(next(), well.object());
+        drop(let_go);
+        locks.unlock(stuck, |_| true).unwrap();
+        locks.unlock(well, |_| true).unwrap();
+        while !locks.files().is_empty() {
+            std::thread::yield_now();
+        }
+        assert!(heard.try_recv().is_err(), "something was asked twice");
+    }
 
     #[test]
     fn one_writes_or_several_read() {

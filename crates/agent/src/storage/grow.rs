@@ -2,6 +2,7 @@
 //! opened like another one: so nothing is half done when this ends in the middle.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
@@ -59,12 +60,21 @@ impl Growth {
     /// `not-found`, `no-space`, `in-use` where another process has it; nothing is changed then, but for room that is taken.
     pub fn make(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
         let Image { home, file, path, length, needed } = self.open(check)?;
+        let added = self.added(needed);
         if is_preallocated(&self.disk) {
-            home.allocate(self.disk.disk, &file, 0..needed)?;
+            if !added.is_empty() {
+                home.allocate(self.disk.disk, &file, added)?;
+            }
         } else if length < needed {
             file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
         }
         file.sync_all().map_err(|error| failed(&path, "flushed", &error))
+    }
+
+    /// What is behind the disk as it is on record: nobody uses that before it is longer there. The rest has its room, and is left alone: where
+    /// room is taken by writing zeroes into holes (a pool), they would land over what the guest writes there meanwhile.
+    fn added(&self, needed: u64) -> Range<u64> {
+        opening::data_offset(&self.facts).saturating_add(self.disk.size)..needed
     }
 
     /// Checks that this could be done. Nothing is changed. Blocks.
@@ -156,6 +166,22 @@ mod tests {
                 assert_eq!(length(&spec, &disk), expected, "{allocation:?}");
             }
         }
+    }
+
+    #[test]
+    fn what_the_guest_has_already_is_not_touched_when_its_disk_grows() {
+        use std::os::unix::fs::MetadataExt;
+        let (_directory, spec, disk) = made(Allocation::Preallocated);
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let room = || home.image(disk.disk).metadata().unwrap().blocks() * 512;
+        // Not even a hole there, which preallocated disks do not have.
+        assert_eq!(room(), 0);
+        growth((&spec, &disk), 4 << 20).make(|_| Ok(())).unwrap();
+        assert_eq!((length(&spec, &disk), room()), (4 << 20, 3 << 20));
+        // Asked once more when it is on record.
+        let grown = DiskSpec { size: 4 << 20, ..disk.clone() };
+        growth((&spec, &grown), 4 << 20).make(|_| Ok(())).unwrap();
+        assert_eq!((length(&spec, &disk), room()), (4 << 20, 3 << 20));
     }
 
     #[test]
