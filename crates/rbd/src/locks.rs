@@ -11,8 +11,9 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::cluster::{Held, Pool};
 use crate::inode::Inode;
@@ -22,6 +23,13 @@ pub const LEASE: Duration = Duration::from_secs(30);
 
 /// How often locks are renewed: three attempts before they run out.
 const RENEWAL: Duration = Duration::from_secs(9);
+
+/// How many locks are renewed at a time, each by a thread. Where the whole cluster does not answer, so many threads wait: their stacks are
+/// 128 MiB of the process's limit (2304 MiB), which requests need.
+const RENEWERS_MAX: usize = 256;
+
+/// The stack of such a thread, in bytes: the library looks for an object's place on it, with some bytes for each OSD of the cluster.
+const STACK: usize = 512 * 1024;
 
 /// Who has a lock on this host: an open file, or a process (the kernel's number for it), and by which handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +94,23 @@ pub struct Locks {
     files: Mutex<HashMap<Inode, Arc<OfFile>>>,
     /// The files whose locks are being renewed.
     renewed: Mutex<HashSet<Inode>>,
+    /// Told when one has been.
+    ended: Condvar,
+    /// How many were not renewed when it was last their turn: logged when that changes.
+    late: AtomicUsize,
+}
+
+/// A file's lock is being renewed until this is dropped, also where that ends by a defect.
+struct Renewal {
+    locks: Arc<Locks>,
+    inode: Inode,
+}
+
+impl Drop for Renewal {
+    fn drop(&mut self) {
+        self.locks.renewed().remove(&self.inode);
+        self.locks.ended.notify_all();
+    }
 }
 
 /// What the owners of a file's locks have between them.
@@ -107,7 +132,8 @@ impl Locks {
     #[must_use]
     pub fn new(pool: Arc<dyn Leases>, predecessors: Vec<String>) -> Arc<Self> {
         let (files, renewed) = (Mutex::default(), Mutex::default());
-        Arc::new(Self { pool, predecessors, files, renewed })
+        let (ended, late) = (Condvar::new(), AtomicUsize::new(0));
+        Arc::new(Self { pool, predecessors, files, renewed, ended, late })
     }
 
     /// Renews all locks for as long as there are any others who have them.
@@ -240,25 +266,58 @@ impl Locks {
 
     /// Renews all locks, each in a thread of its own: none waits for the cluster's answer about another one.
     fn renew(self: &Arc<Self>) {
+        let until = Instant::now() + RENEWAL;
         let files: Vec<_> =
             self.files().iter().map(|(inode, file)| (*inode, Arc::clone(file))).collect();
+        let mut late = 0;
         for (inode, file) in files {
-            if !self.renewed().insert(inode) {
-                // The cluster has not answered since the last time.
+            let Some(renewal) = self.begin_renewal(inode, until) else {
+                late += 1;
                 self.forget(inode, file);
                 continue;
-            }
-            let locks = Arc::clone(self);
-            let renew = move || {
-                locks.renew_one(inode, &file.owners());
-                locks.renewed().remove(&inode);
-                locks.forget(inode, file);
             };
-            if let Err(error) = std::thread::Builder::new().name("lock".into()).spawn(renew) {
+            let renew = move || {
+                renewal.locks.renew_one(inode, &file.owners());
+                renewal.locks.forget(inode, file);
+            };
+            let thread = std::thread::Builder::new().name("lock".into()).stack_size(STACK);
+            if let Err(error) = thread.spawn(renew) {
                 tracing::warn!(%inode, %error, "the lock of a file is not renewed: there is no thread");
-                self.renewed().remove(&inode);
             }
         }
+        self.tell_late(late);
+    }
+
+    /// None while the cluster has not answered about this file since the last time, and where [`RENEWERS_MAX`] others are renewed until then.
+    fn begin_renewal(self: &Arc<Self>, inode: Inode, until: Instant) -> Option<Renewal> {
+        let renewed = self.renewed();
+        if renewed.contains(&inode) {
+            return None;
+        }
+        let most = until.saturating_duration_since(Instant::now());
+        let is_full = |renewed: &mut HashSet<Inode>| renewed.len() >= RENEWERS_MAX;
+        let waited = self.ended.wait_timeout_while(renewed, most, is_full);
+        let (mut renewed, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        let begins = !waited.timed_out() && renewed.insert(inode);
+        // Not with the table locked: one that is dropped locks it.
+        drop(renewed);
+        begins.then(|| Renewal { locks: Arc::clone(self), inode })
+    }
+
+    /// Says how many locks run out, unless the cluster answers about them.
+    fn tell_late(&self, late: usize) {
+        if self.late.swap(late, Ordering::Relaxed) == late {
+            return;
+        }
+        if late == 0 {
+            tracing::info!("the cluster answers again about the locks of all files");
+            return;
+        }
+        let (waited, lease) = (RENEWAL.as_secs(), LEASE.as_secs());
+        tracing::warn!(
+            files = late,
+            "the cluster has not answered for {waited} seconds about the locks of files: another host may lock them {lease} seconds after its last answer"
+        );
     }
 
     fn renew_one(&self, inode: Inode, owners: &[(Owner, Held)]) {
@@ -343,6 +402,26 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(heard.try_recv().is_err(), "something was asked twice");
+    }
+
+    #[test]
+    fn so_many_locks_are_renewed_at_a_time_and_none_twice() {
+        let ((_, goes), (asked, _heard)) = (mpsc::channel(), mpsc::channel());
+        let (goes, asked) = (Mutex::new(goes), Mutex::new(asked));
+        let cluster = Cluster { hangs: String::new(), goes, asked };
+        let locks = Locks::new(Arc::new(cluster), Vec::new());
+        let at_once = Instant::now();
+        let begin = |number| locks.begin_renewal(Inode(number), at_once);
+        let mut renewals: Vec<_> =
+            (0..RENEWERS_MAX as u64).map(|number| begin(2 + number).unwrap()).collect();
+        let next = 2 + RENEWERS_MAX as u64;
+        assert!(begin(next).is_none(), "more than so many");
+        drop(renewals.pop());
+        assert!(begin(2).is_none(), "one twice");
+        let last = begin(next);
+        assert!(last.is_some() && begin(next + 1).is_none());
+        drop((renewals, last));
+        assert!(locks.renewed().is_empty());
     }
 
     #[test]

@@ -378,7 +378,10 @@ pub fn remove(
             return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
         }
     };
-    let path = unnamed(export);
+    let (path, to) = (unnamed(export), &export.job.to);
+    // It has both names where an agent died while it gave it the final one: then nobody was told that it has it.
+    new_name::take_back(&within(&parent, &path), &within(&parent, to))
+        .map_err(|error| failed(to, "removed", &error))?;
     match std::fs::remove_file(within(&parent, &path)) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -439,6 +442,18 @@ mod tests {
             ErrorCode::AlreadyExists
         );
         remove(&second, &record, &TransferDirectories::anywhere()).unwrap();
+    }
+
+    #[test]
+    fn an_export_that_has_both_names_is_removed_with_both() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let export = spec(directory.path().join("out.raw"));
+        let anywhere = TransferDirectories::anywhere();
+        drop(make(&export, 0, &record, &anywhere).unwrap());
+        std::fs::hard_link(unnamed(&export), &export.job.to).unwrap();
+        remove(&export, &record, &anywhere).unwrap();
+        assert!(!unnamed(&export).exists() && !export.job.to.exists());
     }
 
     #[test]

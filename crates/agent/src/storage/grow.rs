@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::builder::{internal, is_preallocated};
@@ -17,6 +17,10 @@ use crate::storage::layers;
 use crate::storage::locked::Access;
 use crate::storage::mirror;
 use crate::storage::opening;
+
+/// How much room of a pool is taken with one call, in bytes. The kernel has the file locked for as long as the zeroes are written: a guest
+/// whose data goes by the file, and not by shared memory, cannot write meanwhile.
+const POOL_STEP: u64 = 64 << 20;
 
 /// Whether a process of the VM has the image, and its lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,15 +64,25 @@ impl Growth {
     /// `not-found`, `no-space`, `in-use` where another process has it; nothing is changed then, but for room that is taken.
     pub fn make(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
         let Image { home, file, path, length, needed } = self.open(check)?;
-        let added = self.added(needed);
         if is_preallocated(&self.disk) {
-            if !added.is_empty() {
-                home.allocate(self.disk.disk, &file, added)?;
-            }
+            self.take_room(&home, &file, self.added(needed))?;
         } else if length < needed {
             file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
         }
         file.sync_all().map_err(|error| failed(&path, "flushed", &error))
+    }
+
+    fn take_room(&self, home: &Home, file: &File, mut left: Range<u64>) -> Result<(), Problem> {
+        let step = match self.disk.datastore.location {
+            DatastoreLocation::Rbd { .. } => POOL_STEP,
+            DatastoreLocation::Dir { .. } => u64::MAX,
+        };
+        while !left.is_empty() {
+            let part = left.start..left.end.min(left.start.saturating_add(step));
+            left.start = part.end;
+            home.allocate(self.disk.disk, file, part)?;
+        }
+        Ok(())
     }
 
     /// What is behind the disk as it is on record: nobody uses that before it is longer there. The rest has its room, and is left alone: where
@@ -124,7 +138,7 @@ impl Growth {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, Device};
+    use vmseal_api::host::{Allocation, Device};
     use vmseal_api::request::DISK_SIZE_MAX;
 
     use super::*;

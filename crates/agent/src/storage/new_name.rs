@@ -43,6 +43,19 @@ fn in_steps(from: &Path, to: &Path) -> io::Result<()> {
     std::fs::remove_file(from)
 }
 
+/// Takes the name `to` from a file that is still called `from`, too: who gave it died before it had that name alone. Can be repeated. Blocks.
+///
+/// # Errors
+/// Those of the file system.
+pub(crate) fn take_back(from: &Path, to: &Path) -> io::Result<()> {
+    match are_one(from, to) {
+        Ok(true) => std::fs::remove_file(to),
+        Ok(false) => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 /// Whether both are names of one file.
 fn are_one(one: &Path, other: &Path) -> io::Result<bool> {
     let (one, other) = (one.symlink_metadata()?, other.symlink_metadata()?);
@@ -75,6 +88,23 @@ mod tests {
             give(&at("directory"), &at("whole")).unwrap();
             assert!(at("whole").is_dir() && !at("directory").exists());
         }
+    }
+
+    #[test]
+    fn a_name_is_taken_back_from_who_has_both_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::fs::write(at("file"), "content").unwrap();
+        take_back(&at("file"), &at("named")).unwrap();
+        std::fs::write(at("other"), "somebody else's").unwrap();
+        take_back(&at("file"), &at("other")).unwrap();
+        assert_eq!(std::fs::read(at("other")).unwrap(), b"somebody else's");
+        std::fs::hard_link(at("file"), at("named")).unwrap();
+        take_back(&at("file"), &at("named")).unwrap();
+        assert!(at("file").exists() && !at("named").exists());
+        give(&at("file"), &at("named")).unwrap();
+        take_back(&at("file"), &at("named")).unwrap();
+        assert!(at("named").exists(), "it has that name alone");
     }
 
     #[test]

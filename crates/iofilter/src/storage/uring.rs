@@ -337,6 +337,12 @@ impl<R: Ring> UringFile<R> {
                     (flight.place, flight.done) = (flight.place + 1, 0);
                 }
                 if flight.left().is_some() {
+                    // Zeroes may take long, and those at the end would make a file as long as before that was truncated meanwhile.
+                    if flight.zeroing.is_some()
+                        && let Err(refusal) = self.intact.allows(&self.target, request)
+                    {
+                        return self.end(id, Err(refusal), io);
+                    }
                     flight.take_up(request);
                     flight.id = Some(id);
                     self.progress = true;
@@ -362,6 +368,10 @@ impl<R: Ring> UringFile<R> {
         }
         match Zeroing::of(&self.target, io.request(id).operation) {
             Some(next) if !self.moves_by_calls(next) => {
+                // What has failed would not have made a file longer; writing may.
+                if let Err(refusal) = self.intact.allows(&self.target, io.request(id)) {
+                    return self.end(id, Err(refusal), io);
+                }
                 self.zero_by(id, next, io);
                 self.flights[id.index()].id = Some(id);
                 self.progress = true;

@@ -14,7 +14,6 @@ use io_uring::IoUring;
 use super::*;
 use crate::stack::blocking;
 use crate::stack::chain::{Chain, Filter, Limits};
-use crate::stack::memory::Segment;
 use crate::stack::pool::Pool;
 use crate::storage::rings::restricted;
 
