@@ -475,6 +475,14 @@ fn striped_files(here: &Mount) {
     assert!((4 << 20..=at).contains(&begins), "{begins}");
     let ends = seek(at, Whence::SeekHole).unwrap();
     assert!((at + data.len() as u64..=8 << 20).contains(&ends), "{ends}");
+    // Each object of a striped image is asked: no question looks through all of a long hole, or of much data.
+    let long = make(&directory.join("long")).unwrap();
+    long.set_len(1 << 36).unwrap();
+    let looked = lseek(&long, 0, Whence::SeekData).unwrap();
+    assert!((1 << 20..=1 << 30).contains(&looked), "{looked}");
+    assert_eq!(lseek(&long, looked, Whence::SeekHole), Ok(looked), "data that is none is a hole");
+    drop(long);
+    std::fs::remove_file(directory.join("long")).unwrap();
     let mut whole = Vec::new();
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_to_end(&mut whole).unwrap();

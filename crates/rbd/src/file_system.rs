@@ -31,7 +31,7 @@ use crate::channel::gate::Gate;
 use crate::channel::service::Service;
 use crate::cluster::{Cluster, Held};
 use crate::directory::{Directories, Entry, Nameless};
-use crate::holes::take_room;
+use crate::holes::take_room_beside;
 use crate::image_layout;
 use crate::inode::Inode;
 use crate::locks::{Locks, Owner};
@@ -723,7 +723,7 @@ impl Filesystem for FileSystem {
         match change {
             PUNCH_HOLE => image.image().write_zeroes(part, false, done),
             ZERO_RANGE => image.image().write_zeroes(part, true, done),
-            0 => done(take_room(&image, part)),
+            0 => take_room_beside(image, part, done),
             _ => done(Err(unsupported())),
         }
     }

@@ -220,6 +220,13 @@ impl Image {
         Ok(image)
     }
 
+    /// Whether its bytes go around several objects. Where its data is, each object must be asked then: the map of objects says it of whole
+    /// ones alone.
+    #[must_use]
+    pub fn is_striped(&self) -> bool {
+        self.striped
+    }
+
     /// Asks how long it is.
     fn learn_size(&self) -> io::Result<()> {
         let mut size = 0;

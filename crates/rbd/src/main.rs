@@ -278,7 +278,7 @@ fn serve(
     };
     let mut pools = vec![options.pool.clone()];
     pools.extend(layout.data_pool.clone());
-    let locks = Locks::new(Arc::clone(&pool), predecessors.clone());
+    let locks = Locks::new(Arc::clone(&pool) as _, predecessors.clone());
     locks.keep()?;
     let store = Store { pool, layout, predecessors };
     let channel = listener.as_ref().map(|listener| listener.path().to_owned());

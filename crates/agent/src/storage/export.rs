@@ -12,8 +12,6 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{DiskFacts, DiskSpec, ExportJob, VmSpec};
@@ -30,6 +28,7 @@ use crate::storage::exported::Exported;
 use crate::storage::exporting;
 use crate::storage::locked::{self, Access};
 use crate::storage::mark::usage;
+use crate::storage::new_name;
 use crate::storage::open;
 use crate::storage::opening::{self, Open};
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
@@ -335,20 +334,22 @@ fn name_in_doubt(to: &Path) -> Problem {
 pub fn name(export: &Export, record: &Path, allowed: &TransferDirectories) -> Result<(), Problem> {
     let (parent, to) = (parent(export, allowed)?, &export.job.to);
     let (from, new) = (within(&parent, &unnamed(export)), within(&parent, to));
-    match renameat2(AT_FDCWD, &from, AT_FDCWD, &new, RenameFlags::RENAME_NOREPLACE) {
+    match new_name::give(&from, &new) {
         Ok(()) => {}
-        Err(Errno::EEXIST) => return Err(taken(to)),
-        Err(Errno::ENOENT) => match named(export, record, &parent) {
-            // The answer to an earlier request was lost.
-            NameHolder::Export => {}
-            NameHolder::Unknown => return Err(name_in_doubt(to)),
-            NameHolder::Free | NameHolder::Other => {
-                let what =
-                    format!("what was exported to {} is gone: export it again", to.display());
-                return Err(Problem::new(ErrorCode::NotFound, what));
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Err(taken(to)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            match named(export, record, &parent) {
+                // The answer to an earlier request was lost.
+                NameHolder::Export => {}
+                NameHolder::Unknown => return Err(name_in_doubt(to)),
+                NameHolder::Free | NameHolder::Other => {
+                    let what =
+                        format!("what was exported to {} is gone: export it again", to.display());
+                    return Err(Problem::new(ErrorCode::NotFound, what));
+                }
             }
-        },
-        Err(error) => return Err(failed(to, "named", &error.into())),
+        }
+        Err(error) => return Err(failed(to, "named", &error)),
     }
     atomic_file::flush_directory_of(&new).map_err(|error| failed(to, "named", &error))
 }
@@ -377,7 +378,10 @@ pub fn remove(
             return begun.map(|begun| begun.remove_unnamed()).ok_or_else(gone);
         }
     };
-    let path = unnamed(export);
+    let (path, to) = (unnamed(export), &export.job.to);
+    // It has both names where an agent died while it gave it the final one: then nobody was told that it has it.
+    new_name::take_back(&within(&parent, &path), &within(&parent, to))
+        .map_err(|error| failed(to, "removed", &error))?;
     match std::fs::remove_file(within(&parent, &path)) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -438,6 +442,18 @@ mod tests {
             ErrorCode::AlreadyExists
         );
         remove(&second, &record, &TransferDirectories::anywhere()).unwrap();
+    }
+
+    #[test]
+    fn an_export_that_has_both_names_is_removed_with_both() {
+        let directory = tempfile::tempdir().unwrap();
+        let record = directory.path().join("record");
+        let export = spec(directory.path().join("out.raw"));
+        let anywhere = TransferDirectories::anywhere();
+        drop(make(&export, 0, &record, &anywhere).unwrap());
+        std::fs::hard_link(unnamed(&export), &export.job.to).unwrap();
+        remove(&export, &record, &anywhere).unwrap();
+        assert!(!unnamed(&export).exists() && !export.job.to.exists());
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //! opened like another one: so nothing is half done when this ends in the middle.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::builder::{internal, is_preallocated};
@@ -16,6 +17,10 @@ use crate::storage::layers;
 use crate::storage::locked::Access;
 use crate::storage::mirror;
 use crate::storage::opening;
+
+/// How much room of a pool is taken with one call, in bytes. The kernel has the file locked for as long as the zeroes are written: a guest
+/// whose data goes by the file, and not by shared memory, cannot write meanwhile.
+const POOL_STEP: u64 = 64 << 20;
 
 /// Whether a process of the VM has the image, and its lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +65,30 @@ impl Growth {
     pub fn make(&self, check: impl FnOnce(&File) -> Result<(), Problem>) -> Result<(), Problem> {
         let Image { home, file, path, length, needed } = self.open(check)?;
         if is_preallocated(&self.disk) {
-            home.allocate(self.disk.disk, &file, 0..needed)?;
+            self.take_room(&home, &file, self.added(needed))?;
         } else if length < needed {
             file.set_len(needed).map_err(|error| failed(&path, "made longer", &error))?;
         }
         file.sync_all().map_err(|error| failed(&path, "flushed", &error))
+    }
+
+    fn take_room(&self, home: &Home, file: &File, mut left: Range<u64>) -> Result<(), Problem> {
+        let step = match self.disk.datastore.location {
+            DatastoreLocation::Rbd { .. } => POOL_STEP,
+            DatastoreLocation::Dir { .. } => u64::MAX,
+        };
+        while !left.is_empty() {
+            let part = left.start..left.end.min(left.start.saturating_add(step));
+            left.start = part.end;
+            home.allocate(self.disk.disk, file, part)?;
+        }
+        Ok(())
+    }
+
+    /// What is behind the disk as it is on record: nobody uses that before it is longer there. The rest has its room, and is left alone: where
+    /// room is taken by writing zeroes into holes (a pool), they would land over what the guest writes there meanwhile.
+    fn added(&self, needed: u64) -> Range<u64> {
+        opening::data_offset(&self.facts).saturating_add(self.disk.size)..needed
     }
 
     /// Checks that this could be done. Nothing is changed. Blocks.
@@ -114,7 +138,7 @@ impl Growth {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, Device};
+    use vmseal_api::host::{Allocation, Device};
     use vmseal_api::request::DISK_SIZE_MAX;
 
     use super::*;
@@ -156,6 +180,22 @@ mod tests {
                 assert_eq!(length(&spec, &disk), expected, "{allocation:?}");
             }
         }
+    }
+
+    #[test]
+    fn what_the_guest_has_already_is_not_touched_when_its_disk_grows() {
+        use std::os::unix::fs::MetadataExt;
+        let (_directory, spec, disk) = made(Allocation::Preallocated);
+        let home = Home::of(&disk.datastore, spec.vm).unwrap();
+        let room = || home.image(disk.disk).metadata().unwrap().blocks() * 512;
+        // Not even a hole there, which preallocated disks do not have.
+        assert_eq!(room(), 0);
+        growth((&spec, &disk), 4 << 20).make(|_| Ok(())).unwrap();
+        assert_eq!((length(&spec, &disk), room()), (4 << 20, 3 << 20));
+        // Asked once more when it is on record.
+        let grown = DiskSpec { size: 4 << 20, ..disk.clone() };
+        growth((&spec, &grown), 4 << 20).make(|_| Ok(())).unwrap();
+        assert_eq!((length(&spec, &disk), room()), (4 << 20, 3 << 20));
     }
 
     #[test]

@@ -42,6 +42,7 @@ pub(crate) mod memory_transit;
 pub(crate) mod mirror;
 pub(crate) mod mount_files;
 pub(crate) mod named_keys;
+pub(crate) mod new_name;
 pub(crate) mod open;
 pub(crate) mod opening;
 pub(crate) mod placeholder;

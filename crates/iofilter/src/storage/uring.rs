@@ -3,7 +3,7 @@
 //! ```text
 //!  submit: entry into the submission queue     poll: io_uring_enter, reap, until nothing is left to hand over
 //!  In flight --all of it--> complete  --short, EINTR, EAGAIN--> Again --next round of poll--> In flight
-//!            --0 of a read--> truncated            --not supported (fallocate)--> done synchronously
+//!            --0 of a read--> truncated            --not supported (fallocate)--> Again, in another way
 //! ```
 //! A request's memory and its list of segments stay in place until its completion is reaped: the chain
 //! keeps the slot, and `rest` is only rewritten between two submissions of the same request.
@@ -18,6 +18,9 @@
 //! moves the rest by itself, from or to the wrong place in the file, and reports success (docs/decisions/052). `vmseal-rbd` never
 //! answers in part.
 //!
+//! What the file system cannot do otherwise, zeroes, is written by the ring as well: a system call would have the queue's thread wait for the
+//! server of the file, and its requests could not fail meanwhile (docs/decisions/282).
+//!
 //! Where rings come from, and what they may do: [`super::rings`].
 
 use std::collections::VecDeque;
@@ -30,11 +33,11 @@ use std::time::{Duration, Instant};
 use io_uring::{opcode, squeue, types};
 
 use crate::stack::chain::{Io, Storage};
-use crate::stack::memory::{Cursor, Segments};
+use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::{IoError, Operation, Request, RequestId};
 use crate::storage::rings::{self, LentRing, Ring};
 use crate::storage::sync::{self, PUNCH, ZERO_RANGE};
-use crate::storage::target::{FileTarget, LengthCheck, Place};
+use crate::storage::target::{FileTarget, LengthCheck, Place, ZERO, ZEROES};
 
 /// The index of the disk's own file.
 const FILE: types::Fixed = types::Fixed(0);
@@ -55,10 +58,42 @@ const TRIES_MAX: u32 = 120_000;
 /// `io_uring_enter` fails for good.
 const LAST_TRIES: u32 = 1000;
 
+/// How often [`ZERO`] is in the list of one write of zeroes: 1 MiB, after which a request has its next turn.
+const ZEROES_LISTED: usize = 16;
+
+/// How a request gets its zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Zeroing {
+    /// By a hole.
+    Hole,
+    /// By zeroes that keep their room.
+    Range,
+    /// By writing them.
+    Written,
+}
+
+impl Zeroing {
+    /// The cheapest way that is known to be there; none for a discard that changes nothing, and for what is no zeroes.
+    fn of(target: &FileTarget, operation: Operation) -> Option<Self> {
+        let punches = target.punches.load(Ordering::Relaxed);
+        match operation {
+            Operation::Read | Operation::Write | Operation::Flush => None,
+            Operation::Discard => punches.then_some(Self::Hole),
+            Operation::WriteZeroes { unmap: true } if punches => Some(Self::Hole),
+            Operation::WriteZeroes { .. } if target.zeroes.load(Ordering::Relaxed) => {
+                Some(Self::Range)
+            }
+            Operation::WriteZeroes { .. } => Some(Self::Written),
+        }
+    }
+}
+
 /// A request in flight.
 #[derive(Debug, Default)]
 struct InFlight {
     id: Option<RequestId>,
+    /// How it gets its zeroes; none for other requests.
+    zeroing: Option<Zeroing>,
     /// Where its data is; for requests without data, where its range begins.
     places: Vec<Place>,
     /// Which place is under way.
@@ -93,16 +128,33 @@ impl InFlight {
         self.places.clear();
         self.places.extend(places);
         (self.place, self.done, self.tries) = (0, 0, 0);
+        self.zeroing = None;
     }
 
     /// Lists the memory of what is left of the place that is under way, unless that is all of the request's.
     fn take_up(&mut self, request: &Request) {
         let Some(left) = self.left() else { return };
-        if left.length < request.data.bytes() {
+        if self.zeroing == Some(Zeroing::Written) {
+            self.list_zeroes(left.length);
+        } else if left.length < request.data.bytes() {
             let mut cursor = Cursor::default();
             cursor.skip(&request.data, left.from);
             self.rest.clear();
             self.rest.push_from(&request.data, &mut cursor, left.length);
+        }
+    }
+
+    /// Lists zeroes for the next write of so many bytes, or of the first of them.
+    fn list_zeroes(&mut self, mut left: usize) {
+        self.rest.clear();
+        for _ in 0..ZEROES_LISTED {
+            let length = left.min(ZEROES);
+            if length == 0 {
+                return;
+            }
+            // SAFETY: a static, which is only read.
+            self.rest.push(unsafe { Segment::new(ZERO.0.as_ptr().cast_mut(), length) });
+            left -= length;
         }
     }
 
@@ -172,12 +224,16 @@ impl<R: Ring> UringFile<R> {
         let (iovecs, count) = (list.as_ptr().cast::<libc::iovec>(), list.len() as u32);
         let allocate =
             |mode| opcode::Fallocate::new(FILE, request.length).offset(at).mode(mode).build();
-        let entry = match request.operation {
-            Operation::Read => opcode::Readv::new(file, iovecs, count).offset(at).build(),
-            Operation::Write => opcode::Writev::new(file, iovecs, count).offset(at).build(),
-            Operation::Flush => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
-            Operation::Discard | Operation::WriteZeroes { unmap: true } => allocate(PUNCH),
-            Operation::WriteZeroes { unmap: false } => allocate(ZERO_RANGE),
+        let write = || opcode::Writev::new(file, iovecs, count).offset(at).build();
+        let entry = match (request.operation, flight.zeroing) {
+            (Operation::Read, _) => opcode::Readv::new(file, iovecs, count).offset(at).build(),
+            (Operation::Write, _) => write(),
+            (Operation::Flush, _) => {
+                opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build()
+            }
+            (Operation::WriteZeroes { .. }, Some(Zeroing::Written)) => write(),
+            (Operation::WriteZeroes { .. }, Some(Zeroing::Range)) => allocate(ZERO_RANGE),
+            (Operation::Discard | Operation::WriteZeroes { .. }, _) => allocate(PUNCH),
         };
         entry.user_data(id.index() as u64)
     }
@@ -235,19 +291,18 @@ impl<R: Ring> UringFile<R> {
     fn reaped(&mut self, index: u64, answer: i32, io: &mut Io<'_>) {
         let Some(flight) = self.flights.get_mut(index as usize) else { return };
         let Some(id) = flight.id.take() else { return };
-        let request = io.request(id);
-        match request.operation {
+        let written = flight.zeroing == Some(Zeroing::Written);
+        let operation = io.request(id).operation;
+        match operation {
             _ if matches!(-answer, libc::EINTR | libc::EAGAIN) => self.try_again(id, answer, io),
             Operation::Read | Operation::Write => self.moved(id, answer, io),
+            _ if written => self.moved(id, answer, io),
             Operation::Flush => {
                 let answer = if answer < 0 { Err(self.target.error(-answer)) } else { Ok(()) };
                 self.end(id, self.target.flushed(answer), io);
             }
             _ if answer >= 0 => self.end(id, Ok(()), io),
-            Operation::Discard | Operation::WriteZeroes { .. } => {
-                let result = self.fall_back(request, -answer);
-                self.end(id, result, io);
-            }
+            Operation::Discard | Operation::WriteZeroes { .. } => self.fall_back(id, -answer, io),
         }
     }
 
@@ -271,7 +326,7 @@ impl<R: Ring> UringFile<R> {
 
     fn moved(&mut self, id: RequestId, answer: i32, io: &mut Io<'_>) {
         let request = io.request(id);
-        let write = request.operation == Operation::Write;
+        let write = request.operation != Operation::Read;
         let result = match answer {
             0 if write => Err(IoError::NoSpace),
             0 => Err(IoError::Truncated),
@@ -282,6 +337,12 @@ impl<R: Ring> UringFile<R> {
                     (flight.place, flight.done) = (flight.place + 1, 0);
                 }
                 if flight.left().is_some() {
+                    // Zeroes may take long, and those at the end would make a file as long as before that was truncated meanwhile.
+                    if flight.zeroing.is_some()
+                        && let Err(refusal) = self.intact.allows(&self.target, request)
+                    {
+                        return self.end(id, Err(refusal), io);
+                    }
                     flight.take_up(request);
                     flight.id = Some(id);
                     self.progress = true;
@@ -295,22 +356,57 @@ impl<R: Ring> UringFile<R> {
     }
 
     /// Does without the kind of `fallocate` that failed, if the file system lacks it.
-    fn fall_back(&self, request: &Request, errno: i32) -> Result<(), IoError> {
-        let punched = request.operation != Operation::WriteZeroes { unmap: false };
-        let flag = if punched { &self.target.punches } else { &self.target.zeroes };
+    fn fall_back(&mut self, id: RequestId, errno: i32, io: &mut Io<'_>) {
+        let failed = self.flights[id.index()].zeroing;
+        let flag = match failed {
+            Some(Zeroing::Range) => &self.target.zeroes,
+            _ => &self.target.punches,
+        };
         if !self.target.cannot(errno, flag) {
-            return Err(self.target.error(errno));
+            let error = self.target.error(errno);
+            return self.end(id, Err(error), io);
         }
-        self.without(request)
+        match Zeroing::of(&self.target, io.request(id).operation) {
+            Some(next) if !self.moves_by_calls(next) => {
+                // What has failed would not have made a file longer; writing may.
+                if let Err(refusal) = self.intact.allows(&self.target, io.request(id)) {
+                    return self.end(id, Err(refusal), io);
+                }
+                self.zero_by(id, next, io);
+                self.flights[id.index()].id = Some(id);
+                self.progress = true;
+                self.again.push_back(id);
+            }
+            other => {
+                let result = self.zeroed_here(other, io.request(id));
+                self.end(id, result, io);
+            }
+        }
     }
 
-    fn without(&self, request: &Request) -> Result<(), IoError> {
-        match request.operation {
-            Operation::WriteZeroes { unmap } => {
+    /// Whether the ring must not do it.
+    fn moves_by_calls(&self, zeroing: Zeroing) -> bool {
+        self.target.fuse && zeroing == Zeroing::Written
+    }
+
+    /// What is done without the ring: nothing, or writing to a file whose data the ring must not move.
+    fn zeroed_here(&self, zeroing: Option<Zeroing>, request: &Request) -> Result<(), IoError> {
+        match (zeroing, request.operation) {
+            (Some(_), Operation::WriteZeroes { unmap }) => {
                 sync::zero(&self.target, request.offset, request.length, unmap)
             }
-            _ => sync::discard(&self.target, request.offset, request.length),
+            _ => Ok(()),
         }
+    }
+
+    /// Has a request get its zeroes in this way, all of them.
+    fn zero_by(&mut self, id: RequestId, zeroing: Zeroing, io: &Io<'_>) {
+        let request = io.request(id);
+        let length = usize::try_from(request.length).unwrap_or(usize::MAX);
+        let flight = &mut self.flights[id.index()];
+        flight.begin([Place { from: 0, length, file: 0, at: self.target.offset + request.offset }]);
+        flight.zeroing = Some(zeroing);
+        flight.take_up(request);
     }
 }
 
@@ -339,19 +435,20 @@ impl<R: Ring> Storage for UringFile<R> {
             let result = sync::transfer(&self.target, io.request(id), &mut flight.rest);
             return io.complete(id, result);
         }
-        let flag = match operation {
-            Operation::Discard | Operation::WriteZeroes { unmap: true } => {
-                Some(&self.target.punches)
-            }
-            Operation::WriteZeroes { unmap: false } => Some(&self.target.zeroes),
-            Operation::Read | Operation::Write | Operation::Flush => None,
-        };
-        if flag.is_none_or(|flag| flag.load(Ordering::Relaxed)) {
+        if matches!(operation, Operation::Read | Operation::Write | Operation::Flush) {
             self.in_flight += 1;
-            self.push(id, io);
-        } else {
-            let result = self.without(io.request(id));
-            io.complete(id, result);
+            return self.push(id, io);
+        }
+        match Zeroing::of(&self.target, operation) {
+            Some(zeroing) if !self.moves_by_calls(zeroing) => {
+                self.zero_by(id, zeroing, io);
+                self.in_flight += 1;
+                self.push(id, io);
+            }
+            other => {
+                let result = self.zeroed_here(other, io.request(id));
+                io.complete(id, result);
+            }
         }
     }
 

@@ -19,8 +19,9 @@ impl FileSystem {
         if from >= size {
             return Err(no_more());
         }
-        let found =
-            if data { first_data(&image, from..size)? } else { first_hole(&image, from..size)? };
-        found.ok_or_else(no_more)
+        if data {
+            return first_data(&image, from..size)?.ok_or_else(no_more);
+        }
+        first_hole(&image, from..size)
     }
 }

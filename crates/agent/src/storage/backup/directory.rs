@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, FallocateFlags, RenameFlags, fallocate, renameat2};
+use nix::fcntl::{FallocateFlags, fallocate};
 use vmseal_api::atomic_file;
 use vmseal_api::filter::{SUM_BLOCK, SUM_LEN};
 use vmseal_api::host::backup::{BackupManifest, BackupPlace, LENGTH_MAX, parse};
@@ -21,6 +21,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::storage::file_error::failed;
 use crate::storage::locked;
+use crate::storage::new_name;
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 
 /// The name of manifests.
@@ -331,10 +332,10 @@ pub fn commit(place: &BackupPlace, allowed: &TransferDirectories) -> Result<(), 
         if backups.manifest_in(&unfinished_name(place.backup), place.backup)?.is_none() {
             return Err(gone());
         }
-        match renameat2(AT_FDCWD, &from, AT_FDCWD, &to, RenameFlags::RENAME_NOREPLACE) {
+        match new_name::give(&from, &to) {
             Ok(()) => {}
-            Err(Errno::ENOENT) => return Err(gone()),
-            Err(error) => return Err(failed(error.into())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(gone()),
+            Err(error) => return Err(failed(error)),
         }
     }
     atomic_file::flush_directory_of(&to).map_err(failed)

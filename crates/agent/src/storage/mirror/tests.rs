@@ -50,6 +50,20 @@ fn bench() -> Bench {
     bench
 }
 
+#[test]
+fn the_room_of_a_copy_on_a_pool_is_taken_as_it_is_copied() {
+    let (path, pool) = (PathBuf::from("/ceph"), Box::new(crate::storage::pool::tests::pool()));
+    let (header, length) = (16 << 20, 1 << 40);
+    let ahead = |location: &DatastoreLocation, has_layers| {
+        taken_ahead(location, has_layers, header, length)
+    };
+    let directory = DatastoreLocation::Dir { path: path.clone() };
+    let ceph = DatastoreLocation::Rbd { path, pool };
+    assert_eq!((ahead(&directory, false), ahead(&directory, true)), (length, length));
+    // What is copied file by file is as sparse as it was.
+    assert_eq!((ahead(&ceph, false), ahead(&ceph, true)), (header, length));
+}
+
 impl Bench {
     fn disk(&self) -> &DiskSpec {
         self.spec.disk_at(0).unwrap()

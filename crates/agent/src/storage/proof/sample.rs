@@ -31,6 +31,11 @@ pub fn allocated(file: &File, from: u64) -> io::Result<Vec<Range<u64>>> {
             Err(error) => return Err(error.into()),
         };
         let end = match seek(file, start, Whence::SeekHole) {
+            // A pool has looked no further: it is a hole so far, and a question from there on has it look on.
+            Ok(end) if end == start && start > at => {
+                at = start;
+                continue;
+            }
             Ok(end) if end > start && ranges.len() + 1 < RANGES_MAX => end,
             Ok(_) | Err(Errno::EINVAL | Errno::ENXIO) => length,
             Err(error) => return Err(error.into()),

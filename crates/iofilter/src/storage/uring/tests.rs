@@ -14,7 +14,6 @@ use io_uring::IoUring;
 use super::*;
 use crate::stack::blocking;
 use crate::stack::chain::{Chain, Filter, Limits};
-use crate::stack::memory::Segment;
 use crate::stack::pool::Pool;
 use crate::storage::rings::restricted;
 
@@ -235,6 +234,45 @@ fn flushes_and_zeroes_that_are_interrupted_are_handed_over_again() {
             let _ = send.send(blocking::drain(&mut chain));
         });
         assert_eq!(receive.recv_timeout(TIMEOUT), Ok(Ok(())), "{operation:?}");
+    }
+}
+
+/// A system call would have the queue wait for the server of the file. So the ring's file is another one here than that of the target.
+#[test]
+fn zeroes_that_the_file_system_cannot_make_are_written_by_the_ring() {
+    let lacks = Outcome::Fails(libc::EOPNOTSUPP);
+    let unmap = Operation::WriteZeroes { unmap: true };
+    let keep = Operation::WriteZeroes { unmap: false };
+    let (short, again) = (Outcome::Short(100_000), Outcome::Fails(libc::EAGAIN));
+    let ways: [(Operation, &[Outcome], bool); 4] = [
+        (unmap, &[lacks, lacks, short, again, Outcome::Short(1)], true),
+        (keep, &[lacks, again, short, short], true),
+        // The ring of this test does nothing where it makes zeroes without writing them.
+        (unmap, &[lacks], false),
+        (Operation::Discard, &[lacks], false),
+    ];
+    for (operation, script, written) in ways {
+        let (in_ring, by_calls) = (file(), file());
+        let target = Arc::new(FileTarget::whole(by_calls.try_clone().unwrap().into()));
+        let ring = Scripted::new(&in_ring, script.iter().copied(), 8);
+        let (send, receive) = mpsc::channel();
+        std::thread::spawn(move || {
+            let backend = Box::new(UringFile::over(ring, target));
+            let mut chain = Chain::new(SIZE as u64, false, Vec::new(), backend).unwrap();
+            let id = chain.begin().unwrap();
+            chain.submit(id, operation, 4096, SIZE as u64 - 8192, 0);
+            let _ = send.send(blocking::drain(&mut chain));
+        });
+        assert_eq!(receive.recv_timeout(TIMEOUT), Ok(Ok(())), "{operation:?}");
+        let mut expected = content(0);
+        let mut now = vec![0; SIZE];
+        by_calls.read_exact_at(&mut now, 0).unwrap();
+        assert!(now == expected, "{operation:?}: the queue has waited for a system call");
+        if written {
+            expected[4096..SIZE - 4096].fill(0);
+        }
+        in_ring.read_exact_at(&mut now, 0).unwrap();
+        assert!(now == expected, "{operation:?}: {script:?}");
     }
 }
 
