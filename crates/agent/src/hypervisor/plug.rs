@@ -46,6 +46,16 @@ pub async fn devices(qmp: &Qmp) -> Result<Vec<String>, QmpError> {
     Ok(names.filter_map(|it| it["name"].as_str()).map(str::to_owned).collect())
 }
 
+/// Whether a network card has a ROM, by which a guest is started from the network.
+///
+/// # Errors
+/// QEMU's.
+pub async fn has_rom(qmp: &Qmp, nic: NicId) -> Result<bool, QmpError> {
+    let path = format!("{DEVICES}/{}", nic_device(nic));
+    let file = qmp.execute("qom-get", json!({"path": path, "property": "romfile"})).await?;
+    Ok(file.as_str().is_some_and(|file| !file.is_empty()))
+}
+
 /// Has QEMU listen for the filter of a disk.
 ///
 /// # Errors
