@@ -282,7 +282,8 @@ mod tests {
             link: Default::default(),
         };
         let user = || NicBackend::User { forwards: vec![] };
-        let (first, second) = (card("02:00:00:00:00:01", user()), card("02:00:00:00:00:02", user()));
+        let (first, second) =
+            (card("02:00:00:00:00:01", user()), card("02:00:00:00:00:02", user()));
         let with = |cards: &[&NicSpec]| {
             let devices = cards.iter().map(|&card| Device::Nic(card.clone())).collect();
             VmSpec { devices, ..crate::process::run_dir::tests::spec() }
