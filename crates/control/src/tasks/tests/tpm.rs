@@ -1,18 +1,14 @@
 //! VMs with a TPM: a disk of its own, and what is refused before anything is made.
 
-use jiff::Timestamp;
 use vmseal_api::hardware::Hardware;
 use vmseal_api::host::DiskRole;
 use vmseal_api::host::version::TPM;
-use vmseal_api::id::SnapshotId;
-use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
-use super::*;
+use super::{snapshots, *};
 use crate::services::{Caller, Outcome, create_vm, vm_tpm};
-use crate::store::snapshots::{self, Snapshot};
 
 pub(super) fn request(policy: &str) -> CreateVm {
     let disk = CreateDisk {
@@ -154,29 +150,10 @@ async fn a_tpm_stays_while_a_snapshot_keeps_memory() {
     let Outcome::Done(task) = begun else { panic!("nothing was begun") };
     fixture.ends_well(task.id).await;
     let vm = fixture.task(task.id).await.operation.vm().unwrap();
-    let disk = fixture.disks(vm).await[0].id;
-    let keep = async |name: &str, memory: bool| {
-        let snapshot = Snapshot {
-            id: SnapshotId::new(),
-            vm,
-            name: name.to_owned(),
-            description: String::new(),
-            parent: None,
-            created: Timestamp::now(),
-            state: SnapshotState::Ready,
-            quiesced: None,
-            current: false,
-            memory,
-            disks: vec![disk],
-        };
-        let mut write = fixture.store.write().await.unwrap();
-        snapshots::insert(&mut write, &snapshot).await.unwrap();
-        write.commit().await.unwrap();
-    };
-    keep("disks", false).await;
+    snapshots::noted(&fixture, vm, "disks", false).await;
     let planned = vm_tpm::remove(&services, &me, "web", true).await;
     assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
-    keep("asleep", true).await;
+    snapshots::noted(&fixture, vm, "asleep", true).await;
     for dry_run in [true, false] {
         let refused = vm_tpm::remove(&services, &me, "web", dry_run).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
