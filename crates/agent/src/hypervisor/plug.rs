@@ -83,8 +83,16 @@ pub async fn drop_listener(qmp: &Qmp, socket: u32) {
 /// # Errors
 /// QEMU's.
 pub async fn takes_filters_at_any_time(qmp: &Qmp) -> Result<bool, QmpError> {
+    is_at_least(qmp, 9).await
+}
+
+/// Whether QEMU is of this version or a later one.
+///
+/// # Errors
+/// QEMU's.
+pub async fn is_at_least(qmp: &Qmp, wanted: u64) -> Result<bool, QmpError> {
     let version = qmp.execute("query-version", Value::Null).await?;
-    Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= 9))
+    Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= wanted))
 }
 
 /// Whether a program in the guest has the port of the guest agent open.

@@ -163,6 +163,9 @@ pub async fn boot(
     // Its monitor answers: it listens at the forwarded ports.
     network::backlog::lengthen(&qemu, &live.nics);
     wait_connected(&control, spec, |_| true).await?;
+    for nic in spec.nics().filter(|nic| nic.link == NicLink::Down) {
+        set_link(&qmp, nic.nic, NicLink::Down).await?;
+    }
     if !spec.hardware.on_crash.is_usual() {
         panicking::tell_qemu(&qmp, spec.hardware.on_crash).await.map_err(internal)?;
     }
@@ -185,8 +188,11 @@ pub async fn boot(
             _ => problem,
         });
     }
-    // What is loaded has the links of before: they may have been set since, while the VM was suspended or after its snapshot.
-    set_links(&qmp, spec).await?;
+    if !matches!(plan.memory, Memory::New) {
+        // What is loaded has the links of before: they may have been set since, while the VM was suspended or after its snapshot. Those
+        // that are down were set so before, too: QEMU announces cards as soon as it has loaded them.
+        set_links(&qmp, spec).await?;
+    }
     if plan.memory.has_other_medium() {
         // The guest is told that the medium has changed: it drops what it has cached of the former one.
         cdrom::change(&qmp, medium.as_ref()).await.map_err(internal)?;
@@ -392,7 +398,7 @@ pub async fn reconnect(
     }
     if live.paused || panicked {
         // QEMU would flush its disks again, and wait for a filter that may not be there.
-        if status["running"] == Value::Bool(true) {
+        if queues::runs(&status) {
             qmp.execute("stop", Value::Null).await.map_err(internal)?;
             live.queues_known = false;
         }

@@ -24,6 +24,7 @@ use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use super::asleep;
 use super::internal;
 use super::migration::machine_of;
 use super::queues::Witness;
@@ -71,9 +72,13 @@ pub fn begin(what: ToSave) -> Saving {
 async fn save(what: ToSave) -> Result<(), Problem> {
     let ToSave { files, generation, record, kek, qmp, filter } = what;
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
-    if let Some(filter) = filter {
+    if filter.is_some() {
         qmp.execute("stop", Value::Null).await.map_err(refused)?;
-        filter.has_answered(&record.spec, &record.live, "cannot be saved").await?;
+    }
+    let what = "cannot be saved";
+    asleep::require_stopped(&qmp, &record.spec, what).await?;
+    if let Some(filter) = filter {
+        filter.has_answered(&record.spec, &record.live, what).await?;
     }
     let machine = machine_of(&qmp).await.map_err(refused)?;
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
