@@ -3,7 +3,8 @@
 # Firmware loads it from the disk's first sector. It reads the second sector, adds one to the number
 # there, writes it back, flushes nothing (firmware cannot), and prints "VMSEAL-COUNT <8 hex digits>" on
 # the serial line. Then it answers what is typed there: p powers off (ACPI S5, as QEMU's q35 has it at
-# port 0x604), c reports a panic (pvpanic), r counts again, anything else is echoed.
+# port 0x604), z sleeps (S3, there too), c reports a panic (pvpanic), r counts again, anything else is
+# echoed.
 #
 #   as --32 counter.S -o counter.o && ld -m elf_i386 -Ttext 0x7c00 --oformat binary counter.o -o counter.bin
 
@@ -65,6 +66,8 @@ typed:
     je      count
     cmpb    $'p', %al
     je      off
+    cmpb    $'z', %al
+    je      sleep
     cmpb    $'c', %al
     je      panic
     call    put
@@ -73,6 +76,12 @@ typed:
 off:
     movw    $0x604, %dx
     movw    $0x2000, %ax
+    outw    %ax, %dx
+    jmp     wait
+
+sleep:
+    movw    $0x604, %dx
+    movw    $0x2400, %ax
     outw    %ax, %dx
     jmp     wait
 

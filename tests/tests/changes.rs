@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use vmseal_tests::eventually;
-use vmseal_tests::guest::Console;
+use vmseal_tests::guest::{COUNT, Console};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::process::kill_hard;
@@ -65,6 +65,36 @@ fn filters(here: &Installation) -> Vec<i32> {
 fn kill_filter(here: &Installation) {
     filters(here).into_iter().for_each(kill_hard);
     here.wait_alarm(VM, "filter-restarted").unwrap();
+}
+
+/// QEMU before 9.0 does not stop a guest that sleeps, and leaves it standing still when it is reset.
+#[test]
+fn a_guest_that_sleeps_is_neither_paused_nor_saved_and_boots_when_it_is_reset() {
+    let here = Installation::new().unwrap();
+    here.create_counter(VM, "encrypted").unwrap();
+    let count = here.boot_counter(VM).unwrap();
+    let mut console = here.console(VM).unwrap();
+    console.type_text("z").unwrap();
+    if qemu_major() < 9 {
+        // It may not sleep yet.
+        let pause = || {
+            let refused = here.refused(&["vm", "pause", VM]);
+            refused.map_err(|_| here.vmseal(&["vm", "unpause", VM]).unwrap()).ok()
+        };
+        let said = eventually("the guest sleeps", pause).unwrap();
+        assert!(said.contains("sleeps (ACPI S3)") && said.contains("vmseal vm reset"), "{said}");
+        assert_eq!(here.vm(VM).unwrap()["power"], "running");
+        let suspend = &["vm", "suspend", VM][..];
+        let snapshot = &["snapshot", "create", VM, "asleep", "--memory"][..];
+        for what in [suspend, snapshot] {
+            let said = here.refused(what).unwrap();
+            assert!(said.contains("cannot be saved: its guest sleeps"), "{what:?}: {said}");
+            assert_eq!(here.vm(VM).unwrap()["power"], "running", "{what:?}");
+        }
+    }
+    here.vmseal(&["vm", "reset", VM]).unwrap();
+    let next = format!("{COUNT}{:08x}", count + 1);
+    console.expect(&next, 0).unwrap();
 }
 
 #[test]

@@ -90,6 +90,47 @@ fn is_off_and_saved(here: &Installation) {
     }
 }
 
+/// QEMU takes memory only with the cards that it was saved with: their ROMs, where the guest was started from the network, and their
+/// addresses. Whether a cable is plugged in is as it was set last.
+#[test]
+fn a_guest_goes_on_with_the_cards_that_it_had_and_the_cables_as_they_are_now() {
+    let (here, console) = started("encrypted");
+    drop(console);
+    let off = || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let card = |link: &str| here.vmseal(&["nic", "set", VM, "nic0", "--link", link]).unwrap();
+    let is_connected = |console: &mut Console, wanted: u8| {
+        let carrier = format!("[ $(cat /sys/class/net/eth0/carrier) = {wanted} ]");
+        shell_guest::holds(console, &carrier).unwrap();
+    };
+    off();
+    // Nothing there starts it: its disk does.
+    here.vmseal(&["vm", "start", VM, "--boot-once", "network"]).unwrap();
+    let mut console = booted(&here, VM).unwrap();
+    is_connected(&mut console, 1);
+    suspend(&here, console);
+    card("down");
+    let mut console = resume(&here);
+    is_connected(&mut console, 0);
+    here.vmseal(&["snapshot", "create", VM, "cut", "--memory"]).unwrap();
+    card("up");
+    is_connected(&mut console, 1);
+    drop(console);
+    here.vmseal(&["snapshot", "revert", VM, "cut", "--running"]).unwrap();
+    is_connected(&mut here.console(VM).unwrap(), 1);
+
+    off();
+    here.vmseal(&["nic", "remove", VM, "nic0"]).unwrap();
+    here.vmseal(&["snapshot", "revert", VM, "cut"]).unwrap();
+    let refused = here.refused(&["vm", "resume", VM]).unwrap();
+    assert!(refused.contains("52:54:0a:00:02:0f"), "{refused}");
+    here.vmseal(&["vm", "start", VM, "--discard-memory"]).unwrap();
+    off();
+    let again = "user,mac=52:54:0a:00:02:0f,name=again";
+    here.vmseal(&["nic", "add", VM, "--nic", again]).unwrap();
+    here.vmseal(&["snapshot", "revert", VM, "cut", "--running"]).unwrap();
+    is_connected(&mut here.console(VM).unwrap(), 1);
+}
+
 #[test]
 fn a_guest_goes_on_where_it_was_and_its_memory_is_ciphertext() {
     let (here, mut console) = started("encrypted");

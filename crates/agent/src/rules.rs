@@ -213,6 +213,16 @@ pub fn panicked_while_sent(spec: &VmSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// The guest of a VM sleeps, and its QEMU would not keep it so. `what` says what is not done.
+#[must_use]
+pub fn sleeps(spec: &VmSpec, what: &str) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "{what}: its guest sleeps (ACPI S3), and QEMU before 9.0 neither stops such a guest nor saves or sends it as it is. Try again when it is awake, as an alarm of its clock wakes it (rtcwake); or have it boot again, which loses what it has in memory (vmseal vm reset {name})"
+    );
+    wrong_state(spec, &what)
+}
+
 /// The memory of a suspended VM does not follow a copy that was begun before it was suspended.
 #[must_use]
 pub fn leaves_memory(spec: &VmSpec) -> Problem {

@@ -46,6 +46,16 @@ pub async fn devices(qmp: &Qmp) -> Result<Vec<String>, QmpError> {
     Ok(names.filter_map(|it| it["name"].as_str()).map(str::to_owned).collect())
 }
 
+/// Whether a network card has a ROM, by which a guest is started from the network.
+///
+/// # Errors
+/// QEMU's.
+pub async fn has_rom(qmp: &Qmp, nic: NicId) -> Result<bool, QmpError> {
+    let path = format!("{DEVICES}/{}", nic_device(nic));
+    let file = qmp.execute("qom-get", json!({"path": path, "property": "romfile"})).await?;
+    Ok(file.as_str().is_some_and(|file| !file.is_empty()))
+}
+
 /// Has QEMU listen for the filter of a disk.
 ///
 /// # Errors
@@ -73,8 +83,16 @@ pub async fn drop_listener(qmp: &Qmp, socket: u32) {
 /// # Errors
 /// QEMU's.
 pub async fn takes_filters_at_any_time(qmp: &Qmp) -> Result<bool, QmpError> {
+    is_at_least(qmp, 9).await
+}
+
+/// Whether QEMU is of this version or a later one.
+///
+/// # Errors
+/// QEMU's.
+pub async fn is_at_least(qmp: &Qmp, wanted: u64) -> Result<bool, QmpError> {
     let version = qmp.execute("query-version", Value::Null).await?;
-    Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= 9))
+    Ok(version["qemu"]["major"].as_u64().is_some_and(|major| major >= wanted))
 }
 
 /// Whether a program in the guest has the port of the guest agent open.

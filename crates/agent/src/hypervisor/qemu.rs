@@ -160,12 +160,16 @@ impl Qemu {
         Err(Problem::new(ErrorCode::Unsupported, what))
     }
 
-    /// Checks that a VM can be started, from another device first or not.
+    /// Checks that a VM can be started, from another device first or not, or goes on here, with ROMs of its network cards or not.
     ///
     /// # Errors
     /// Those of [`Qemu::check_network_boot`].
-    pub fn check_start(&self, spec: &VmSpec, once: Option<BootDevice>) -> Result<(), Problem> {
-        match Order::of(spec, once).has(BootDevice::Network) {
+    pub fn check_start(
+        &self,
+        spec: &VmSpec,
+        (once, roms): (Option<BootDevice>, bool),
+    ) -> Result<(), Problem> {
+        match roms || Order::of(spec, once).has(BootDevice::Network) {
             true => self.check_network_boot(),
             false => Ok(()),
         }
@@ -331,7 +335,12 @@ pub fn driver(model: NicModel) -> &'static str {
 
 /// The arguments of a network card in a port: what it is connected to, and the card. A port of its own lets
 /// the guest name it as on a machine, and keeps its name when disks are added.
-fn card(port: u32, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [String; 2] {
+fn card(
+    port: u32,
+    nic: &NicSpec,
+    card: &CardDescriptors,
+    (order, roms): (&Order, bool),
+) -> [String; 2] {
     let (id, mac) = (card_id(nic.nic), nic.mac);
     let list =
         |numbers: &[RawFd]| numbers.iter().map(RawFd::to_string).collect::<Vec<_>>().join(":");
@@ -354,6 +363,8 @@ fn card(port: u32, nic: &NicSpec, card: &CardDescriptors, order: &Order) -> [Str
     // Without a ROM where guests start from disks: the ROM is in a package of its own.
     device += &match order.has(BootDevice::Network) {
         true => order.option(BootDevice::Network, port as usize),
+        // The guest was started from the network once, and QEMU loads the ROM with its memory.
+        false if roms => String::new(),
         false => ",romfile=".to_owned(),
     };
     if nic.model == NicModel::Virtio {
@@ -511,7 +522,7 @@ fn arguments(
     }
     for (index, (nic, descriptors)) in (0..).zip(spec.nics().zip(&descriptors.cards)) {
         let port = given.live.nic_ports.get(&nic.nic).copied().unwrap_or(index);
-        let [network, device] = card(port, nic, descriptors, &order);
+        let [network, device] = card(port, nic, descriptors, (&order, given.live.card_roms));
         option("-netdev", network);
         option("-device", device);
     }
@@ -668,6 +679,19 @@ mod tests {
         let now = line(&of, AcceleratorKind::Tcg, &descriptors(), &Live::at_start(&of));
         let ports = |line: &str| line.matches("pcie-root-port").count();
         assert_eq!(ports(&earlier), ports(&now), "its machine is another one");
+    }
+
+    /// It was started from the network once: QEMU takes no memory that has a ROM which its own card lacks.
+    #[test]
+    fn a_guest_that_is_loaded_has_the_roms_that_its_cards_had() {
+        let of = with_cards(spec(2, 2));
+        let with = |card_roms| {
+            let live = Live { card_roms, ..Live::at_start(&of) };
+            line(&of, AcceleratorKind::Tcg, &descriptors(), &live)
+        };
+        let (without, with) = (with(false), with(true));
+        assert_eq!(without.matches(",romfile=").count(), 3, "{without}");
+        assert_eq!(without.replace(",romfile=", ""), with);
     }
 
     #[test]

@@ -44,6 +44,9 @@ pub struct Live {
     /// How much more memory its machine has than the VM is given, in bytes: see
     /// [`EMULATED_PADDING`](crate::hypervisor::qemu::EMULATED_PADDING).
     pub memory_padding: u64,
+    /// Whether its network cards have ROMs though its boot order has no network: it was started so once. QEMU takes no memory of such a
+    /// guest where the cards have none.
+    pub card_roms: bool,
 }
 
 /// How QEMU has a disk.
@@ -107,6 +110,7 @@ impl Live {
             handed_over: None,
             lease: None,
             memory_padding: 0,
+            card_roms: false,
         }
     }
 

@@ -210,6 +210,9 @@ struct Version5 {
     /// How much more memory its machine has, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     memory_padding: Option<u64>,
+    /// Whether its network cards have ROMs though its boot order has no network.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    card_roms: bool,
 }
 
 /// A VM, in records of VMs that run.
@@ -401,6 +404,7 @@ impl Record {
                     handed_over: record.handed_over,
                     lease: record.lease,
                     memory_padding: record.memory_padding.unwrap_or(0),
+                    card_roms: record.card_roms,
                 };
                 let hardware = record.hardware.into();
                 let spec = VmSpec { hardware, ..record.vm.into() };
@@ -439,6 +443,7 @@ impl Record {
             handed_over: live.handed_over,
             lease: live.lease,
             memory_padding: (live.memory_padding > 0).then_some(live.memory_padding),
+            card_roms: live.card_roms,
         })
     }
 

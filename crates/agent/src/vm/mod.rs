@@ -24,6 +24,7 @@ mod arriving_disks;
 mod arriving_keys;
 mod arriving_parts;
 mod arriving_server;
+mod asleep;
 mod bitmap_files;
 mod convergence;
 mod converting;

@@ -25,6 +25,7 @@ mod power_off;
 mod power_on;
 mod proofs;
 mod replicas;
+mod reported;
 mod send;
 mod send_at_rest;
 mod set_running;
@@ -63,7 +64,6 @@ use super::{Call, Initial, Request, Shared, convergence::Convergence, images, in
 use crate::filter;
 use crate::filter::metrics;
 use crate::hypervisor::console::ConsoleError;
-use crate::hypervisor::qmp;
 use crate::jobs::Jobs;
 use crate::process::Exit;
 use crate::process::live::Live;
@@ -405,18 +405,7 @@ impl Owner {
             Event::Started(result) => {
                 request_id::during(self.request.clone(), self.started(*result)).await;
             }
-            Event::Process(ProcessEvent::Reported(qmp::Event::DeviceDeleted(device))) => {
-                self.device_gone(&device).await;
-            }
-            Event::Process(ProcessEvent::Reported(event)) => {
-                if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
-                    let panicked = event == qmp::Event::GuestPanicked { stays: true };
-                    running.qemu_end.note(event);
-                    if panicked {
-                        self.guest_panicked().await;
-                    }
-                }
-            }
+            Event::Process(ProcessEvent::Reported(event)) => self.reported(event).await,
             Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
                 self.filter_ended(exit).await
             }

@@ -46,7 +46,7 @@ pub async fn tell_qemu(qmp: &Qmp, on_crash: OnCrash) -> Result<(), QmpError> {
     qmp.execute("set-action", json!({ "panic": panic })).await.map(drop)
 }
 
-/// Resets a guest that has panicked, and has it boot again with the same processes and keys.
+/// Resets a guest that stands still, as it has panicked or sleeps, and has it boot again with the same processes and keys.
 ///
 /// # Errors
 /// QEMU's.

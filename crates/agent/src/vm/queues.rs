@@ -20,6 +20,7 @@ use vmseal_api::host::{Attachment, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
+use super::asleep;
 use crate::filter::Control;
 use crate::hypervisor::qmp::Qmp;
 use crate::process::Observed;
@@ -110,8 +111,8 @@ pub async fn taken(control: &Control, spec: &VmSpec, live: &Live, qmp: &Qmp) -> 
 }
 
 /// Whether a guest runs of which QEMU says this. One that sleeps has its disks used as one that is awake: QEMU does not stop them then.
-fn runs(status: &Value) -> bool {
-    status["running"] == Value::Bool(true) || status["status"] == "suspended"
+pub fn runs(status: &Value) -> bool {
+    status["running"] == Value::Bool(true) || asleep::sleeps(status)
 }
 
 #[cfg(test)]

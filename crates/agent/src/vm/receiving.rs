@@ -624,14 +624,13 @@ fn plan(
     if record.spec.vm != vm.vm {
         return Err(internal("the source sends another VM"));
     }
-    let spec = suspend::same_machine(vm, record.spec)?;
+    let (spec, live) = suspend::same_machine(vm, record)?;
     let live = Live {
-        nics: Vec::new(),
         received: Some(generation),
         handed_over: None,
         // It is taken before the guest runs here.
         lease: Some(generation),
-        ..record.live
+        ..live
     };
     let facts = |disk: &DiskSpec| -> Result<DiskFacts, Problem> {
         disk.facts.clone().ok_or_else(|| {

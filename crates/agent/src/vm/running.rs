@@ -95,7 +95,7 @@ impl QemuEnd {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
             Event::GuestPanicked { .. } => self.panicked = true,
-            Event::DeviceDeleted(_) | Event::Other(_) => {}
+            Event::GuestAsleep | Event::DeviceDeleted(_) | Event::Other(_) => {}
         }
     }
 

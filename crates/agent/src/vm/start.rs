@@ -101,6 +101,8 @@ pub async fn boot(
     // A memory that was saved, or comes from another host, is that of a machine that is there already.
     if matches!(plan.memory, Memory::New) {
         live.memory_padding = qemu::memory_padding(&plan.spec, shared.accelerator.kind);
+        let usually = plan.spec.hardware.boot_order().contains(&BootDevice::Network);
+        live.card_roms = plan.boot_once == Some(BootDevice::Network) && !usually;
     }
     if !matches!(plan.memory, Memory::Arriving(_)) {
         let leased = plan.clone();
@@ -123,7 +125,7 @@ pub async fn boot(
     let control = Control::of(directory);
     let cards = open_cards(&plan, &slot).await?;
     let (firmware, variables) = open_firmware(shared, directory, &plan, &slot)?.unzip();
-    check_machine(shared, &plan.spec, plan.boot_once)?;
+    check_machine(shared, &plan.spec, (plan.boot_once, live.card_roms))?;
     let medium = medium::open(&plan.spec.hardware, &shared.transfer).await?;
     let (tpm, tpm_control, tpm_notice) = tpm::start(shared, directory, &plan, &slot).await?;
     let spec = &plan.spec;
@@ -186,6 +188,11 @@ pub async fn boot(
             _ => problem,
         });
     }
+    if !matches!(plan.memory, Memory::New) {
+        // What is loaded has the links of before: they may have been set since, while the VM was suspended or after its snapshot. Those
+        // that are down were set so before, too: QEMU announces cards as soon as it has loaded them.
+        set_links(&qmp, spec).await?;
+    }
     if plan.memory.has_other_medium() {
         // The guest is told that the medium has changed: it drops what it has cached of the former one.
         cdrom::change(&qmp, medium.as_ref()).await.map_err(internal)?;
@@ -216,24 +223,25 @@ pub async fn boot(
     Ok((running, notices))
 }
 
-/// Checks that the host has what the machine of a VM that is about to start takes.
+/// Checks that the host has what the machine of a VM takes that is about to start: from another device first or not, and with ROMs of its
+/// network cards that it was started by before, or not.
 fn check_machine(
     shared: &Shared,
     spec: &VmSpec,
-    boot_once: Option<BootDevice>,
+    from: (Option<BootDevice>, bool),
 ) -> Result<(), Problem> {
     hardware::check_memory(&spec.hardware, spec.memory)?;
-    shared.qemu.check_start(spec, boot_once)
+    shared.qemu.check_start(spec, from)
 }
 
-/// Checks what a start takes of the host beside disks and network cards. Nothing is started.
+/// Checks what a start takes of the host beside disks and network cards, as [`check_machine`]. Nothing is started.
 pub async fn examine(
     shared: &Shared,
     spec: &VmSpec,
-    boot_once: Option<BootDevice>,
+    from: (Option<BootDevice>, bool),
 ) -> Result<(), Problem> {
     drop(shared.firmware.code(spec.hardware.firmware)?);
-    check_machine(shared, spec, boot_once)?;
+    check_machine(shared, spec, from)?;
     if let Some(path) = spec.hardware.medium() {
         // What waits here is the owner of the VM.
         let (path, transfer) = (path.to_owned(), shared.transfer.clone());
@@ -269,6 +277,14 @@ fn open_firmware(
 /// The way to the agent in the guest.
 fn guest_of(directory: &ProcessDir, spec: &VmSpec) -> GuestAgent {
     GuestAgent::at(&spec.name, directory.socket(guest_agent::SOCKET))
+}
+
+/// Plugs the network cards of a VM in or out, as they are to be.
+async fn set_links(qmp: &Qmp, spec: &VmSpec) -> Result<(), Problem> {
+    for nic in spec.nics() {
+        set_link(qmp, nic.nic, nic.link).await?;
+    }
+    Ok(())
 }
 
 /// Plugs a network card in or out.
@@ -358,9 +374,10 @@ pub async fn reconnect(
     let (spec, mut live) = arrived(&qmp, record).await?;
     let spec = &spec;
     // An agent may have ended between putting it on record and doing it.
-    for nic in spec.nics() {
-        set_link(&qmp, nic.nic, nic.link).await?;
-    }
+    set_links(&qmp, spec).await?;
+    // An earlier agent may not have noted it.
+    let card_roms = has_card_roms(&qmp, spec).await;
+    live.card_roms |= card_roms;
     // An agent may have ended before it did this for a start from another device.
     if let Err(error) = usual_order::restore(&qmp, spec).await {
         tracing::warn!(vm = %spec.vm, %error, "its boot order at a reset may be that of its last start");
@@ -381,7 +398,7 @@ pub async fn reconnect(
     }
     if live.paused || panicked {
         // QEMU would flush its disks again, and wait for a filter that may not be there.
-        if status["running"] == Value::Bool(true) {
+        if queues::runs(&status) {
             qmp.execute("stop", Value::Null).await.map_err(internal)?;
             live.queues_known = false;
         }
@@ -455,6 +472,23 @@ async fn with_stacks_of_notes(
     }
     filter.end_within(filter::SHUTDOWN_TIMEOUT).await;
     Ok(None)
+}
+
+/// Whether QEMU has ROMs in network cards that its VM's boot order gives none. What does not say it counts as without.
+async fn has_card_roms(qmp: &Qmp, spec: &VmSpec) -> bool {
+    if spec.hardware.boot_order().contains(&BootDevice::Network) {
+        return false;
+    }
+    for nic in spec.nics() {
+        match plug::has_rom(qmp, nic.nic).await {
+            Ok(false) => {}
+            Ok(true) => return true,
+            Err(error) => {
+                tracing::warn!(vm = %spec.vm, nic = %nic.nic, %error, "QEMU does not say whether a network card has a ROM");
+            }
+        }
+    }
+    false
 }
 
 /// The record without the devices that QEMU does not have: an agent ended before it plugged them in, or the guest has

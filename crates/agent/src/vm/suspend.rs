@@ -19,10 +19,12 @@ use serde_json::{Value, json};
 use tokio::task::{JoinHandle, spawn_blocking};
 use vmseal_api::boot::Cdrom;
 use vmseal_api::hardware::Hardware;
-use vmseal_api::host::{Device, VmSpec};
+use vmseal_api::host::{Device, NicSpec, VmSpec};
+use vmseal_api::nic::NicBackend;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
+use super::asleep;
 use super::internal;
 use super::migration::machine_of;
 use super::queues::Witness;
@@ -70,9 +72,13 @@ pub fn begin(what: ToSave) -> Saving {
 async fn save(what: ToSave) -> Result<(), Problem> {
     let ToSave { files, generation, record, kek, qmp, filter } = what;
     let refused = |error: QmpError| internal(format!("its memory cannot be saved: {error}"));
-    if let Some(filter) = filter {
+    if filter.is_some() {
         qmp.execute("stop", Value::Null).await.map_err(refused)?;
-        filter.has_answered(&record.spec, &record.live, "cannot be saved").await?;
+    }
+    let what = "cannot be saved";
+    asleep::require_stopped(&qmp, &record.spec, what).await?;
+    if let Some(filter) = filter {
+        filter.has_answered(&record.spec, &record.live, what).await?;
     }
     let machine = machine_of(&qmp).await.map_err(refused)?;
     let limits = json!({"max-bandwidth": BANDWIDTH_MAX});
@@ -141,30 +147,27 @@ pub fn open(
     let (saved, reader) = files.open(registered, kek, generation)?;
     let SavedMachine { machine, record } = saved;
     let drive = record.spec.hardware.cdrom.clone();
-    let spec = same_machine(registered, record.spec)?;
+    let (spec, live) = same_machine(registered, record)?;
     let other_medium = spec.hardware.cdrom != drive;
-    let live = Live { nics: Vec::new(), ..record.live };
     let reader = Mutex::new(Some(reader));
     Ok((spec, live, Resume { files, reader, machine, other_medium }))
 }
 
-/// The machine that was saved, with keys and devices as they are registered, and what is in its CD-ROM drive now.
-pub fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Problem> {
-    let id = |device: &Device| match device {
-        Device::Disk(disk) => disk.disk.0,
-        Device::Nic(nic) => nic.nic.0,
-    };
-    let known = |wanted: &Device| {
-        let mut devices = registered.devices.iter();
-        devices.find(|device| id(device) == id(wanted)).cloned().ok_or_else(|| {
-            let what = format!(
-                "VM '{}' was suspended with a device that it no longer has, and its guest needs it. Add it again, or give the saved memory up (vmseal vm start {} --discard-memory)",
-                registered.name, registered.name
-            );
-            Problem::new(ErrorCode::WrongState, what)
-        })
-    };
-    let devices = saved.devices.iter().map(known).collect::<Result<_, _>>()?;
+/// The machine that was saved, with keys and devices as they are registered, and what is in its CD-ROM drive now; and how QEMU is to have its
+/// devices, whose network cards are connected anew.
+pub fn same_machine(registered: &VmSpec, saved: Record) -> Result<(VmSpec, Live), Problem> {
+    let Record { spec: saved, mut live, .. } = saved;
+    live.nics.clear();
+    let mut devices = Vec::with_capacity(saved.devices.len());
+    for before in &saved.devices {
+        let now = device_of(registered, &saved, before).ok_or_else(|| lost(registered, before))?;
+        if let (Device::Nic(before), Device::Nic(now)) = (before, now)
+            && let Some(port) = live.nic_ports.remove(&before.nic)
+        {
+            live.nic_ports.insert(now.nic, port);
+        }
+        devices.push(now.clone());
+    }
     // What is done when the guest panics may have changed meanwhile.
     let (on_crash, crash_dump_format) =
         (registered.hardware.on_crash, registered.hardware.crash_dump_format);
@@ -173,7 +176,43 @@ pub fn same_machine(registered: &VmSpec, saved: VmSpec) -> Result<VmSpec, Proble
     let cdrom = saved.hardware.cdrom.map(|_| Cdrom { medium: now });
     let hardware = Hardware { on_crash, crash_dump_format, cdrom, ..saved.hardware };
     let (vcpus, memory) = (saved.vcpus, saved.memory);
-    Ok(VmSpec { vcpus, memory, hardware, devices, ..registered.clone() })
+    Ok((VmSpec { vcpus, memory, hardware, devices, ..registered.clone() }, live))
+}
+
+/// The device of a VM that is one of its saved machine: that one, or a network card like it that was added in its place. A guest knows a card
+/// by its place, its model and its address.
+fn device_of<'a>(registered: &'a VmSpec, saved: &VmSpec, wanted: &Device) -> Option<&'a Device> {
+    let id = |device: &Device| match device {
+        Device::Disk(disk) => disk.disk.0,
+        Device::Nic(nic) => nic.nic.0,
+    };
+    let known = registered.devices.iter().find(|device| id(device) == id(wanted));
+    let (None, Device::Nic(gone)) = (known, wanted) else { return known };
+    // QEMU loads no card that had offloads, which its own network stack has none of, into one without, or the other way round.
+    let is_user = |nic: &NicSpec| matches!(nic.backend, NicBackend::User { .. });
+    let is_alike = |nic: &NicSpec| {
+        (nic.mac, nic.model, is_user(nic)) == (gone.mac, gone.model, is_user(gone))
+            && saved.nics().all(|it| it.nic != nic.nic)
+    };
+    registered.devices.iter().find(|device| matches!(device, Device::Nic(nic) if is_alike(nic)))
+}
+
+/// That a VM has lost a device of its saved machine.
+fn lost(registered: &VmSpec, device: &Device) -> Problem {
+    let name = &registered.name;
+    let (what, remedy) = match device {
+        Device::Disk(disk) => (format!("disk '{}'", disk.name), String::new()),
+        Device::Nic(nic) => (
+            format!("network card '{}' ({}, {})", nic.name, nic.model.name(), nic.mac),
+            format!(
+                ". If a snapshot keeps that memory: give it up, stop the VM, add a card with that address, of that model and to a network of the same kind (vmseal nic add {name}), and revert again"
+            ),
+        ),
+    };
+    let what = format!(
+        "VM '{name}' was suspended with {what}, which it no longer has, and its guest needs it. Give the saved memory up (vmseal vm start {name} --discard-memory){remedy}"
+    );
+    Problem::new(ErrorCode::WrongState, what)
 }
 
 impl Resume {
@@ -226,7 +265,52 @@ pub async fn is_suspended(spec: &VmSpec) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::id::NicId;
+    use vmseal_api::nic::NicModel;
+
     use super::*;
+    use crate::process::run_record::Phase;
+
+    fn record(spec: VmSpec) -> Record {
+        let live = Live::at_start(&spec);
+        Record { boot: String::new(), spec, slot: 0, phase: Phase::Running, live }
+    }
+
+    #[test]
+    fn a_card_that_was_added_again_takes_the_place_of_the_one_that_was_removed() {
+        let card = |mac: &str, backend: NicBackend| NicSpec {
+            nic: NicId::new(),
+            name: "lan".to_owned(),
+            mac: mac.parse().unwrap(),
+            model: NicModel::Virtio,
+            backend,
+            link: Default::default(),
+        };
+        let user = || NicBackend::User { forwards: vec![] };
+        let (first, second) =
+            (card("02:00:00:00:00:01", user()), card("02:00:00:00:00:02", user()));
+        let with = |cards: &[&NicSpec]| {
+            let devices = cards.iter().map(|&card| Device::Nic(card.clone())).collect();
+            VmSpec { devices, ..crate::process::run_dir::tests::spec() }
+        };
+        let saved = || record(with(&[&first, &second]));
+        let again = NicSpec { nic: NicId::new(), ..second.clone() };
+        let (spec, live) = same_machine(&with(&[&again, &first]), saved()).unwrap();
+        assert!(spec.nics().eq([&first, &again]), "the cards are in another order");
+        assert_eq!((live.nic_ports[&first.nic], live.nic_ports[&again.nic]), (0, 1));
+        assert_eq!(live.nic_ports.len(), 2);
+        // Not one that the guest would not know, or QEMU not load.
+        let bridge = NicBackend::Bridge { bridge: "br0".to_owned() };
+        for other in [
+            NicSpec { model: NicModel::E1000e, ..again.clone() },
+            card("02:00:00:00:00:02", bridge),
+            card("02:00:00:00:00:03", user()),
+        ] {
+            let lost = same_machine(&with(&[&first, &other]), saved()).unwrap_err();
+            assert_eq!(lost.code, ErrorCode::WrongState);
+            assert!(lost.detail.contains("'lan' (virtio, 02:00:00:00:00:02)"), "{lost}");
+        }
+    }
 
     #[test]
     fn a_guest_that_goes_on_has_in_its_drive_what_is_in_there_now() {
@@ -245,7 +329,7 @@ mod tests {
             (drive(Some("/a.iso")), None, drive(None)),
             (None, drive(Some("/b.iso")), None),
         ] {
-            let spec = same_machine(&with(now.clone()), with(saved.clone())).unwrap();
+            let (spec, _) = same_machine(&with(now.clone()), record(with(saved.clone()))).unwrap();
             assert_eq!(spec.hardware.cdrom, expected, "{saved:?}, {now:?}");
         }
     }

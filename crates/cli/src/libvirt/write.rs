@@ -5,7 +5,7 @@ use std::fmt::Write;
 use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::{Firmware, HUGE_PAGE, MemoryBacking};
 use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
-use vmseal_api::model::{Nic, Vm};
+use vmseal_api::model::{Disk, Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink, PortForward};
 
 use super::forwards;
@@ -62,9 +62,7 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     line(format!("  <on_crash>{}</on_crash>", vm.hardware.on_crash.name()));
     line("  <devices>".to_owned());
     let order = Order::of(vm);
-    // The firmware's variables are served to vmseal's own QEMU alone, and that of a TPM to nobody.
-    let seen = vm.disks.iter().enumerate();
-    for (index, disk) in seen.filter(|(_, it)| it.role.attachment() == Attachment::Disk) {
+    for (index, disk) in seen(vm) {
         let path = format!("{}/vms/{}/disk{index}.sock", host.run_dir, vm.id);
         line("    <disk type='vhostuser' device='disk'>".to_owned());
         line("      <driver name='qemu' type='raw'/>".to_owned());
@@ -95,6 +93,12 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
     xml
 }
 
+/// The disks that the guest sees, as they are numbered when it starts. The firmware's variables are served to vmseal's own QEMU alone, and that
+/// of a TPM to nobody.
+fn seen(vm: &Vm) -> impl Iterator<Item = (usize, &Disk)> {
+    vm.disks.iter().filter(|disk| disk.role.attachment() == Attachment::Disk).enumerate()
+}
+
 /// The processor's model. A guest does not start where libvirt knows no such model, as it does not with vmseal.
 fn cpu(model: &str) -> String {
     match model {
@@ -112,7 +116,7 @@ struct Order(Vec<(BootDevice, usize)>);
 
 impl Order {
     fn of(vm: &Vm) -> Self {
-        let disks = vm.disks.iter().enumerate().filter(|(_, disk)| disk.role == DiskRole::Data);
+        let disks = seen(vm).filter(|(_, disk)| disk.role == DiskRole::Data);
         let disks: Vec<_> = disks.map(|(index, _)| (BootDevice::Disk, index)).collect();
         let of_kind = |kind| match kind {
             BootDevice::Disk => disks.clone(),
@@ -307,6 +311,19 @@ mod tests {
             assert!(xml.contains(place), "{place}: {xml}");
         }
         assert!(xml.contains("<target dev='vdb' bus='virtio'/><boot order='4'/>"), "{xml}");
+    }
+
+    /// Sockets have the numbers of the disks that the guest sees, as the host gives them, wherever a disk of the machine's own is.
+    #[test]
+    fn disks_that_the_guest_does_not_see_have_no_number() {
+        let mut vm = vm(4);
+        (vm.disks[1].role, vm.disks[2].role) = (DiskRole::UefiVariables, DiskRole::Tpm);
+        let xml = domain(&vm, &host("/run/vmseal"));
+        validate(&xml);
+        for part in ["/disk0.sock", "/disk1.sock", "dev='vda'", "dev='vdb'", "<boot order='2'/>"] {
+            assert_eq!(xml.matches(part).count(), 1, "{part}: {xml}");
+        }
+        assert_eq!(xml.matches(".sock'").count(), 2, "{xml}");
     }
 
     #[test]

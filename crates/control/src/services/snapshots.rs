@@ -319,6 +319,22 @@ async fn check_host_drops(services: &Services, vm: &Vm, name: &str) -> Result<()
     check_droppable(&*agent, vm, snapshot).await
 }
 
+/// Refuses to take what a guest may have whose memory a snapshot keeps: it goes on with all that it had alone, and another one is not that. A
+/// network card is no such thing: one of the same address takes its place.
+pub(super) async fn require_no_memory(
+    from: &mut sqlx::SqliteConnection,
+    vm: &Vm,
+    what: &str,
+) -> Result<(), Problem> {
+    let kept = snapshots::of_vm(from, vm.id).await?.into_iter().find(|it| it.memory);
+    let Some(snapshot) = kept else { return Ok(()) };
+    let detail = format!(
+        "snapshot '{0}' of VM '{1}' keeps memory, whose guest would not go on without {what}: delete the snapshot first (vmseal snapshot delete {1} {0})",
+        snapshot.name, vm.name
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
 /// Refuses what cannot be done to disks that snapshots keep.
 pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Result<(), Problem> {
     let known = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;

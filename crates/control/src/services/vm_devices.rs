@@ -226,6 +226,11 @@ pub async fn remove_disk(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
+    if disk.role == DiskRole::CloudInit && !disk.detached {
+        // No snapshot keeps that disk, as what is on it does not change.
+        let what = format!("its disk '{}'", disk.name);
+        super::snapshots::require_no_memory(&mut write, &vm, &what).await?;
+    }
     if disk.role == DiskRole::UefiVariables {
         let detail = format!("disk '{}' is a part of VM '{}''s firmware", disk.name, vm.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));

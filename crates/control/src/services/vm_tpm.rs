@@ -8,6 +8,7 @@ use vmseal_api::request::DISKS_MAX;
 
 use super::caller::{Caller, Privilege};
 use super::hardware;
+use super::snapshots;
 use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services};
 use crate::operation::Operation;
@@ -78,6 +79,10 @@ pub async fn remove(
         let detail = format!("VM '{}' has no TPM", vm.name);
         return Err(Problem::new(ErrorCode::NotFound, detail));
     };
+    // An interrupted removal goes on.
+    if !disk.detached {
+        snapshots::require_no_memory(&mut write, &vm, "its TPM").await?;
+    }
     let operation = Operation::RemoveTpm { vm: vm.id, disk: disk.id };
     begin(services, write, operation, &vm, caller, dry_run).await
 }

@@ -162,12 +162,13 @@ pub fn open_tap(name: &str, queues: u32) -> Result<Tap, TapError> {
         }
         error => told(failed(|| format!("open tap '{name}'")))(error),
     };
-    let first = match attach(name, queues > 1) {
-        // It was made with one queue.
-        Err(Attach::Kernel(error)) if queues > 1 && error.raw_os_error() == Some(libc::EINVAL) => {
-            attach(name, false).map(|(_, queue)| (queue, false))
+    let attach_as = |several: bool| attach(name, several).map(|(_, queue)| (queue, several));
+    let first = match attach_as(queues > 1) {
+        // It was made with one queue, or for several where the card has one.
+        Err(Attach::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
+            attach_as(queues <= 1)
         }
-        other => other.map(|(_, queue)| (queue, queues > 1)),
+        other => other,
     };
     let (first, several) = first.map_err(refused)?;
     let mut open = vec![first];
@@ -398,9 +399,13 @@ mod tests {
         in_a_network(|| {
             ip("tuntap add single mode tap");
             ip("tuntap add several mode tap multi_queue");
-            for (name, queues) in [("single", 1), ("several", 4)] {
-                let tap = open_tap(name, 4).unwrap();
+            for (name, wanted, queues) in
+                [("single", 1, 1), ("single", 4, 1), ("several", 1, 1), ("several", 4, 4)]
+            {
+                let tap = open_tap(name, wanted).unwrap();
                 assert_eq!((tap.queues.len(), tap.mtu), (queues, Some(ETHERNET_MTU)), "{name}");
+                drop(tap);
+                is_let_go(name);
             }
             let held = [open_tap("single", 1).unwrap(), open_tap("several", 2).unwrap()];
             let busy = open_tap("single", 1).unwrap_err();

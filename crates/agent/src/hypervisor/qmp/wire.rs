@@ -52,6 +52,8 @@ pub enum Event {
         /// Whether it stands still now; else QEMU ends.
         stays: bool,
     },
+    /// The guest has fallen asleep (ACPI S3).
+    GuestAsleep,
     /// The guest has let a device go, and QEMU no longer has it; by its id.
     DeviceDeleted(String),
     /// Another event, by its name.
@@ -118,6 +120,7 @@ fn event(name: String, data: Option<&Value>) -> Event {
             let action = data.and_then(|data| data["action"].as_str());
             Event::GuestPanicked { stays: action == Some("pause") }
         }
+        "SUSPEND" => Event::GuestAsleep,
         "DEVICE_DELETED" => match data.and_then(|data| data["device"].as_str()) {
             Some(device) => Event::DeviceDeleted(device.to_owned()),
             None => Event::Other(name),

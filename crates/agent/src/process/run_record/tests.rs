@@ -74,6 +74,15 @@ fn whether_the_queues_of_a_paused_guest_are_known_is_on_record_and_not_told_to_o
 }
 
 #[test]
+fn that_cards_have_roms_is_on_record_and_told_to_the_host_that_a_guest_goes_to() {
+    let mut record = Record::parse(GOLDEN_5.as_bytes()).unwrap();
+    assert!(!record.live.card_roms);
+    record.live.card_roms = true;
+    let again = Record::parse(&record.to_text().unwrap()).unwrap();
+    assert!(again.live.card_roms && again.live.without_lease().card_roms);
+}
+
+#[test]
 fn a_record_from_before_disks_had_limits_is_read() {
     let mut old: serde_json::Value = serde_json::from_str(GOLDEN_1).unwrap();
     for field in ["limits", "cache", "replica", "allocation"] {

@@ -44,6 +44,8 @@ impl Owner {
             return Err(rules::wrong_state(&self.spec, what));
         }
         rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
+        // Before the next check: a guest that sleeps may use no disk, which is not the reason.
+        self.require_awake("cannot be saved").await?;
         self.may_replace_filter().await?;
         let files = self.files_of(job.snapshot).await?;
         self.save_memory(files.clone(), job.generation).await?;

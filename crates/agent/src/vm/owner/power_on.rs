@@ -49,14 +49,15 @@ impl Owner {
         if self.may_power_on(boot_once).await? == Permission::Already {
             return Ok(());
         }
-        let spec = if self.suspended && !discard_memory {
+        let (spec, card_roms) = if self.suspended && !discard_memory {
             rules::check_resume(&self.spec, boot_once)?;
-            self.open_memory(generation).await?.0
+            let (spec, live, _) = self.open_memory(generation).await?;
+            (spec, live.card_roms)
         } else {
-            self.spec.clone()
+            (self.spec.clone(), false)
         };
         drop(self.take_users()?);
-        start::examine(&self.shared, &spec, boot_once).await?;
+        start::examine(&self.shared, &spec, (boot_once, card_roms)).await?;
         // What works on a disk has its lock, and is ended when the VM is started.
         let at_work: Vec<_> = self.jobs.activities().map(|(disk, _)| disk).collect();
         for disk in spec.disks().filter(|disk| !at_work.contains(&disk.disk)) {

@@ -28,6 +28,7 @@ use crate::storage::locked::share_lock;
 use crate::storage::opening::data_offset;
 use crate::storage::placeholder;
 use crate::storage::tpm_place;
+use crate::vm::asleep;
 use crate::vm::migration::{copy_secret, memory_transit, session_of};
 use crate::vm::running::Running;
 use crate::vm::sending::{GuestToSend, Sending, SendingEvent, Sent, ToSend};
@@ -79,6 +80,7 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
+        self.require_awake("is not sent").await?;
         if self.power() != Power::Paused {
             // Of one that was begun later it is known whether the guest ran then.
             self.until_served().await?;
@@ -259,6 +261,32 @@ impl Owner {
         // Of the stream alone: the guest goes on when what is done about its panic is done. The next check has its filter let go of copies.
         self.let_go_on().await;
         self.jobs.migrated(task, Err(problem));
+    }
+
+    /// The guest has fallen asleep while it is sent, and is sent no more where QEMU would not send it as it is.
+    pub(super) async fn asleep_while_sent(&mut self) {
+        let Some(task) = self.jobs.sender() else { return };
+        let Some(running) = self.running().filter(|running| running.sending.is_some()) else {
+            return;
+        };
+        // Also where QEMU does not say it.
+        if matches!(asleep::may_be_sent(&running.qmp).await, Ok(true)) {
+            return;
+        }
+        running.sending = None;
+        let problem = rules::sleeps(&self.spec, "is not sent");
+        tracing::warn!(vm = %self.spec.vm, %problem, "the VM is not sent, and goes on");
+        self.let_go_on().await;
+        self.let_go_of_copies().await;
+        self.jobs.migrated(task, Err(problem));
+    }
+
+    /// Refuses what QEMU does not do right with a guest that sleeps. `what` says what is not done.
+    pub(super) async fn require_awake(&self, what: &str) -> Result<(), Problem> {
+        match &self.state {
+            State::Running(running) => asleep::require_awake(&running.qmp, &self.spec, what).await,
+            _ => Ok(()),
+        }
     }
 
     /// All of the guest's memory is sent, and it stands still: the copies of its disks are completed, and its disks let go.

@@ -32,6 +32,7 @@ use crate::rules::set_running::{self, Difference};
 use crate::storage::disk_keys;
 use crate::storage::lease;
 use crate::storage::medium;
+use crate::vm::asleep;
 use crate::vm::bitmap_files;
 use crate::vm::internal;
 use crate::vm::panicking;
@@ -72,7 +73,12 @@ impl Owner {
         running.live.queues_known = false;
         write_or(running, &spec, before)?;
         running.qmp.execute("stop", Value::Null).await.map_err(internal)?;
-        match filter.has_answered(&spec, &running.live, "is not paused").await {
+        let what = "is not paused";
+        let stopped = match asleep::require_stopped(&running.qmp, &spec, what).await {
+            Ok(()) => filter.has_answered(&spec, &running.live, what).await,
+            sleeps => sleeps,
+        };
+        match stopped {
             Ok(()) => {
                 running.live.queues_known = true;
                 running.write(&spec)
@@ -117,6 +123,10 @@ impl Owner {
         let Some(running) = self.running() else { return Err(not_there()) };
         running.goes_on();
         running.write(&spec)?;
+        // QEMU leaves a guest standing still that slept.
+        if !running.live.paused && asleep::is_asleep(&running.qmp).await.map_err(internal)? {
+            return panicking::restart(&running.qmp).await.map_err(internal);
+        }
         running.qmp.execute("system_reset", Value::Null).await.map(drop).map_err(internal)
     }
 

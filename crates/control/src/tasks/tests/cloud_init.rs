@@ -10,9 +10,9 @@ use vmseal_api::model::{Plan, Task as Shown};
 use vmseal_api::request::{CloneVm, CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
-use super::*;
+use super::{snapshots, *};
 use crate::operation::Copies;
-use crate::services::{Caller, Outcome, clone_vm, create_vm};
+use crate::services::{Caller, Outcome, clone_vm, create_vm, vm_devices};
 
 /// What nobody but the guest may read.
 const MARKER: &str = "correct-horse-battery-staple";
@@ -99,6 +99,24 @@ async fn an_agent_that_restarts_before_the_disk_is_made_ends_the_task_and_nothin
     assert_eq!(ended.state, TaskState::Failed, "{problem}");
     assert!(problem.detail.contains("Create the VM again"), "{problem}");
     fixture.assert_nothing_left(vm, "the agent restarted").await;
+}
+
+/// A guest whose memory a snapshot keeps goes on with all of its disks, and no snapshot keeps this one.
+#[tokio::test]
+async fn its_disk_stays_while_a_snapshot_keeps_memory() {
+    let fixture = Fixture::new().await;
+    let (vm, task) = create(&fixture, "web").await;
+    fixture.ends_well(task).await;
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let remove = || vm_devices::remove_disk(&services, &me, "web", "cloud-init", true);
+    snapshots::noted(&fixture, vm, "disks", false).await;
+    let planned = remove().await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+    snapshots::noted(&fixture, vm, "asleep", true).await;
+    let refused = remove().await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(refused.detail.contains("vmseal snapshot delete web asleep"), "{refused}");
 }
 
 /// Asks for a clone of the VM `web`.

@@ -39,6 +39,22 @@ pub(super) async fn rows(fixture: &Fixture, vm: VmId) -> Vec<snapshots::Snapshot
 /// A snapshot that is asked for: its row is there.
 async fn reserve(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
     let disks = fixture.disks(vm).await.iter().map(|disk| disk.id).collect();
+    insert(fixture, vm, (name, memory), (SnapshotState::Taking, disks)).await
+}
+
+/// A snapshot of the disks of its guest that the inventory has, and no host.
+pub(super) async fn noted(fixture: &Fixture, vm: VmId, name: &str, memory: bool) {
+    let disks = fixture.disks(vm).await;
+    let disks = disks.iter().filter(|disk| disk.role.is_data()).map(|disk| disk.id).collect();
+    insert(fixture, vm, (name, memory), (SnapshotState::Ready, disks)).await;
+}
+
+async fn insert(
+    fixture: &Fixture,
+    vm: VmId,
+    (name, memory): (&str, bool),
+    (state, disks): (SnapshotState, Vec<DiskId>),
+) -> SnapshotId {
     let parent = rows(fixture, vm).await.into_iter().find(|it| it.current).map(|it| it.id);
     let snapshot = snapshots::Snapshot {
         memory,
@@ -48,7 +64,7 @@ async fn reserve(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> Snaps
         description: String::new(),
         parent,
         created: Timestamp::now(),
-        state: SnapshotState::Taking,
+        state,
         quiesced: None,
         current: false,
         disks,

@@ -7,7 +7,7 @@ use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_secret::sealed_box::Recipient;
 
-use super::*;
+use super::{snapshots, *};
 use crate::services::{Caller, Outcome, create_vm, vm_tpm};
 
 pub(super) fn request(policy: &str) -> CreateVm {
@@ -138,6 +138,28 @@ async fn a_tpm_is_added_to_and_removed_from_a_vm_that_is_off() {
     fixture.agent.lack_features(&[TPM]);
     let refused = vm_tpm::add(&services, &me, "web", false).await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+}
+
+/// A guest whose memory a snapshot keeps goes on with its TPM alone.
+#[tokio::test]
+async fn a_tpm_stays_while_a_snapshot_keeps_memory() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let begun = create_vm::create(&services, &me, request("encrypted"), false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    let vm = fixture.task(task.id).await.operation.vm().unwrap();
+    snapshots::noted(&fixture, vm, "disks", false).await;
+    let planned = vm_tpm::remove(&services, &me, "web", true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+    snapshots::noted(&fixture, vm, "asleep", true).await;
+    for dry_run in [true, false] {
+        let refused = vm_tpm::remove(&services, &me, "web", dry_run).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        assert!(refused.detail.contains("vmseal snapshot delete web asleep"), "{refused}");
+    }
+    assert!(fixture.disks(vm).await.iter().any(|disk| disk.role == DiskRole::Tpm));
 }
 
 /// A disk of the user's may have the name: then there is no place for that of the TPM.
