@@ -24,8 +24,8 @@ mod panics;
 mod power_off;
 mod power_on;
 mod proofs;
+mod qemu_events;
 mod replicas;
-mod reported;
 mod send;
 mod send_at_rest;
 mod set_running;
@@ -405,7 +405,7 @@ impl Owner {
             Event::Started(result) => {
                 request_id::during(self.request.clone(), self.started(*result)).await;
             }
-            Event::Process(ProcessEvent::Reported(event)) => self.reported(event).await,
+            Event::Process(ProcessEvent::Reported(event)) => self.qemu_reported(event).await,
             Event::Process(ProcessEvent::Service(ServiceEvent::FilterEnded(exit))) => {
                 self.filter_ended(exit).await
             }

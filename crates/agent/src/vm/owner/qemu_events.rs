@@ -5,7 +5,7 @@ use crate::hypervisor::qmp::Event;
 
 impl Owner {
     /// QEMU has reported something.
-    pub(super) async fn reported(&mut self, event: Event) {
+    pub(super) async fn qemu_reported(&mut self, event: Event) {
         match event {
             Event::DeviceDeleted(device) => self.device_gone(&device).await,
             Event::GuestAsleep => self.asleep_while_sent().await,
