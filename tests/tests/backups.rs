@@ -169,7 +169,7 @@ fn backups_of_a_running_vm_are_verified_and_restored() {
     assert!(here.disk_has(VM, "disk0", TEXT_AT, "TEXT-OF-TWO").unwrap());
     let elsewhere = ["restore", VM, "two", "--name", OTHER, "--datastore", "second"];
     let there = here.refused(&[&["backup"], &elsewhere[..]].concat()).unwrap();
-    assert!(there.contains("is there"), "{there}");
+    assert!(there.contains("exists, and its disks are restored in their places"), "{there}");
     // Another time, by another name and on another datastore.
     here.vmseal(&["vm", "delete", VM]).unwrap();
     let unknown = here.refused(&[&["backup"], &elsewhere[..]].concat()).unwrap();

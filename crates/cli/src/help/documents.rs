@@ -73,8 +73,10 @@ fn words(typed: &str) -> Vec<String> {
 
 /// Whether this is a noun of the command line and more, as in `vm create`, where `vmseal` is left out.
 fn is_verb(command: &Command, code: &str) -> bool {
-    let noun = code.split_once(' ').and_then(|(noun, _)| command.find_subcommand(noun));
-    noun.is_some_and(Command::is_subcommand_required_set)
+    let Some((noun, verb)) = code.split_once(' ') else { return false };
+    let noun = command.find_subcommand(noun);
+    verb.starts_with(|first: char| first.is_lowercase())
+        && noun.is_some_and(Command::is_subcommand_required_set)
 }
 
 /// Whether this is what bytes are said to be for, such as `vmseal native provider key v1`, and no command.
@@ -147,6 +149,12 @@ fn stands_for_a_value(refused: &clap::Error) -> bool {
         || value.contains(|c: char| c.is_uppercase() || ['…', '|', '[', '<'].contains(&c))
 }
 
+/// Whether a refused verb is none, but a name such as `VERB` in its place.
+fn stands_for_a_verb(refused: &clap::Error) -> bool {
+    let verb = refused.get(ContextKind::InvalidSubcommand).map(ToString::to_string);
+    verb.is_some_and(|verb| verb.starts_with(|first: char| first.is_uppercase()))
+}
+
 /// Checks a command of which parts may be left out, or stand for something: the names of verbs and
 /// options, the number of arguments, and the values that are given.
 fn check_part(command: &Command, words: &[String]) -> Result<(), String> {
@@ -157,6 +165,7 @@ fn check_part(command: &Command, words: &[String]) -> Result<(), String> {
         return Ok(());
     };
     match refused.kind() {
+        ErrorKind::InvalidSubcommand if stands_for_a_verb(&refused) => Ok(()),
         ErrorKind::UnknownArgument
         | ErrorKind::InvalidSubcommand
         | ErrorKind::TooManyValues

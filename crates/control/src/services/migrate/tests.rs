@@ -197,7 +197,7 @@ async fn a_guest_that_is_paused_is_sent_by_a_qemu_that_can() {
             .await;
         assert_eq!(told.contains("choose host 'there'"), goes, "{qemu}: {told}");
         if !goes {
-            assert!(told.contains("has QEMU 8.2.2: before 9.0"), "{told}");
+            assert!(told.contains("has QEMU 8.2.2: QEMU before 9.0"), "{told}");
             guests::control(&services, &me, "web", GuestControl::Unpause, false).await.unwrap();
             let runs = async || {
                 let told = planned(&fixture, Some("there"), None).await;

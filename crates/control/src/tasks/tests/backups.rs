@@ -716,5 +716,5 @@ async fn another_host_reads_the_backups_of_a_directory_that_it_has_too() {
     else {
         panic!("its disks are where they are")
     };
-    assert!(problem.detail.contains("another name, host or datastore"), "{problem:?}");
+    assert!(problem.detail.contains("another name, host, datastore or policy"), "{problem:?}");
 }
