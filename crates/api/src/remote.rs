@@ -134,7 +134,7 @@ pub struct BeginArrival {
     pub compresses: bool,
 }
 
-/// The highest generation of a memory: the inventory's numbers are signed.
+/// The highest generation of a placement, and of a memory: the inventory's numbers are signed.
 pub const GENERATION_MAX: u64 = i64::MAX as u64;
 
 /// The memory of a guest whose VM is suspended.

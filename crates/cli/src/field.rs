@@ -374,7 +374,7 @@ mod tests {
     ];
 
     /// Fields that no command has an option for.
-    const UNTOLD: [&str; 10] = [
+    const UNTOLD: [&str; 11] = [
         // The caller of the check adds the field.
         "",
         // The host is too old for a device: the message names the device.
@@ -383,6 +383,7 @@ mod tests {
         "certificate_request",
         // Another control plane sends these with a VM.
         "arrival",
+        "generation",
         "suspended",
         "suspended.generation",
         "vm.disks",

@@ -151,7 +151,7 @@ fn domain_of_new_pools() -> Value {
     json!({ "enum": std::iter::once(None).chain(domains).collect::<Vec<_>>() })
 }
 
-/// The generation of a memory.
+/// The generation of a placement, or of a memory.
 fn generation() -> Value {
     json!({ "maximum": GENERATION_MAX })
 }
@@ -494,6 +494,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("DiskOfArrival/properties/size", json!({ "minimum": 1, "maximum": DISK_SIZE_MAX })),
         ("SnapshotOfArrival/properties/name", name()),
         ("SnapshotOfArrival/properties/description", description()),
+        ("BeginArrival/properties/generation", generation()),
         ("SnapshotOfArrival/properties/memory_generation", generation()),
         ("SuspendedMemory/properties/generation", generation()),
         ("ArrivalSession/properties/streams", json!({ "maximum": u16::MAX })),

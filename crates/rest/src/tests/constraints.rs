@@ -445,6 +445,7 @@ fn of_arrivals() -> Vec<Try> {
             ("/vm/disks", json!([]), "vm.disks"),
             ("/vm/disks/0/size", json!(0), "vm.disks"),
             ("/vm/disks/0/role", json!("x"), "vm.disks[0].role"),
+            ("/generation", json!(u64::MAX), "generation"),
             ("/suspended", json!({}), "suspended"),
         ],
     }]

@@ -219,8 +219,12 @@ fn check_vm(vm: &ArrivingVm) -> Result<(), Problem> {
     snapshots::check(vm)
 }
 
-/// Checks what another control plane says of a VM that does not run.
+/// Checks what another control plane says beside what the VM is.
 fn check_rest(request: &BeginArrival) -> Result<(), Problem> {
+    if request.generation > GENERATION_MAX {
+        let what = "there cannot be a placement of this generation";
+        return Err(Problem::invalid("generation", what));
+    }
     let Some(memory) = &request.suspended else { return Ok(()) };
     if !request.at_rest {
         return Err(Problem::invalid(
