@@ -180,7 +180,8 @@ async fn a_vm_with_replicas_is_encrypted_moved_and_decrypted() {
         assert!(disks.iter().all(|disk| disk["replica"]["datastore"] == "second"), "{shown}");
         assert!(disks.iter().all(|disk| disk["encrypted"] == (what != "decrypt")), "{shown}");
     }
-    refused("vms/web/move", json!({ "datastore": "second" }), "another datastore than its disk").await;
+    refused("vms/web/move", json!({ "datastore": "second" }), "another datastore than its disk")
+        .await;
     assert_eq!(api.fixture.agent.mirrored(), (vec![], vec![]));
 
     api.fixture.agent.lack_features(&[MIRROR_REPLICAS]);
