@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::fmt::Debug;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::process::Output;
 use std::thread::sleep;
@@ -239,6 +240,35 @@ pub fn half_made(file: &Path) -> bool {
     let (_, ending) = name.split_once('.').unwrap_or_default();
     HALF_MADE_OF.iter().any(|begin| ending.starts_with(begin))
         || file.extension().is_some_and(|it| HALF_MADE.iter().any(|ending| it == *ending))
+}
+
+/// A command that is kept.
+#[must_use]
+pub fn owned(command: &[&str]) -> Vec<String> {
+    command.iter().map(|it| (*it).to_owned()).collect()
+}
+
+/// A command that was kept, as it is given.
+#[must_use]
+pub fn borrowed(command: &[String]) -> Vec<&str> {
+    command.iter().map(String::as_str).collect()
+}
+
+/// Where the disk of the counting guest has its number (`tests/images/counter.S`).
+pub const NUMBER: usize = 512;
+
+/// The number on a disk of the counting guest, which is one of these. Beside it the disk has what it had at first.
+///
+/// # Panics
+/// It has something else.
+#[must_use]
+pub fn number_on(vm: &str, found: &[u8], first: &[u8], expected: RangeInclusive<u32>) -> u32 {
+    let number = u32::from_le_bytes(found[NUMBER..NUMBER + 4].try_into().unwrap());
+    assert!(expected.contains(&number), "{vm} has {number}, and should have {expected:?}");
+    let mut wanted = first.to_vec();
+    wanted[NUMBER..NUMBER + 4].copy_from_slice(&number.to_le_bytes());
+    assert!(found == wanted, "the first disk of {vm} holds something else");
+    number
 }
 
 /// Lets every step of all tasks go on meanwhile that are held in a directory.

@@ -16,7 +16,7 @@ use vmseal_tests::fio_guest::{
 };
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{
-    Ended, MOMENTS_MAX, all_of_all, killed_at, seeded, without_holding,
+    Ended, MOMENTS_MAX, NUMBER, all_of_all, killed_at, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
@@ -233,9 +233,6 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
 /// The size of the disk of the VM that is off, and where noise is on it, in bytes.
 const DISK: u64 = 32 << 20;
 const NOISE: std::ops::Range<usize> = 4 << 20..12 << 20;
-
-/// Where the guest counts its boots, in bytes.
-const NUMBER: usize = 512;
 
 /// Another VM, its disk, which is empty, and the command that makes it.
 const OTHER: &str = "other";

@@ -17,7 +17,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::{COUNT, counter_disk};
 use vmseal_tests::header::HEAD;
 use vmseal_tests::held_steps::{
-    Ended, begun, disturb_one_or_all, half_made, killed_in, seeded, without_holding,
+    Ended, begun, disturb_one_or_all, half_made, killed_in, number_on, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
@@ -36,9 +36,6 @@ const GROWN: usize = 12 << 20;
 
 /// Where noise is on the disk that the VM boots from, in bytes. All of the other one is noise.
 const NOISE: std::ops::Range<usize> = 4 << 20..8 << 20;
-
-/// Where the guest counts, in bytes.
-const NUMBER: usize = 512;
 
 /// More than a guest counts whatever dies: a disk that holds what it held before a revert shows.
 const FAR: u32 = 10;
@@ -340,12 +337,7 @@ impl Rest {
 
     /// The disks of a VM have all that they had at first, and one of these numbers is there; returns it.
     fn found_on(&self, vm: &str, expected: RangeInclusive<u32>) -> u32 {
-        let found = self.read(vm, "disk0");
-        let number = u32::from_le_bytes(found[NUMBER..NUMBER + 4].try_into().unwrap());
-        assert!(expected.contains(&number), "{vm} has {number}, and should have {expected:?}");
-        let mut wanted = self.content.clone();
-        wanted[NUMBER..NUMBER + 4].copy_from_slice(&number.to_le_bytes());
-        assert!(found == wanted, "the first disk of {vm} holds something else");
+        let number = number_on(vm, &self.read(vm, "disk0"), &self.content, expected);
         assert!(self.read(vm, "data") == self.data, "the second disk of {vm} holds something else");
         number
     }

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use vmseal_tests::held_steps::{
-    Ended, begun, disturb_one_or_all, half_made, killed_in, open_task, seeded, without_holding,
+    Ended, begun, borrowed, disturb_one_or_all, half_made, killed_in, open_task, owned, seeded,
+    without_holding,
 };
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
@@ -380,14 +381,6 @@ impl Devices {
 fn is_end_of(found: &[u8], image: &Path) -> bool {
     let image = std::fs::read(image).unwrap();
     found.ends_with(&image[image.len() - 4096..])
-}
-
-fn owned(command: &[&str]) -> Vec<String> {
-    command.iter().map(|it| (*it).to_owned()).collect()
-}
-
-fn borrowed(command: &[String]) -> Vec<&str> {
-    command.iter().map(String::as_str).collect()
 }
 
 #[test]

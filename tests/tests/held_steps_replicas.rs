@@ -15,7 +15,8 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::counter_disk;
 use vmseal_tests::held_steps::{
-    Ended, begun, disturb_one_or_all, half_made, killed_in, seeded, without_holding,
+    Ended, begun, borrowed, disturb_one_or_all, half_made, killed_in, number_on, owned, seeded,
+    without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
@@ -34,10 +35,9 @@ const OPEN: &str = "replicated-open";
 const SECOND: &str = "second";
 const THIRD: &str = "third";
 
-/// The size of the VM's disk, where noise is on it, and where its guest counts, in bytes.
+/// The size of the VM's disk, where noise is on it, in bytes.
 const DISK: usize = 16 << 20;
 const NOISE: std::ops::Range<usize> = 4 << 20..12 << 20;
-const NUMBER: usize = 512;
 
 /// The size of a disk that is added, and to which it grows, in bytes.
 const EXTRA: usize = 8 << 20;
@@ -275,13 +275,7 @@ impl Replicas {
 
     /// The first disk of a VM has all that it had at first, and one of these numbers is there; returns it.
     fn found_on(&self, vm: &str, expected: RangeInclusive<u32>) -> u32 {
-        let found = self.read(vm, "disk0");
-        let number = u32::from_le_bytes(found[NUMBER..NUMBER + 4].try_into().unwrap());
-        assert!(expected.contains(&number), "{vm} has {number}, and should have {expected:?}");
-        let mut wanted = self.content.clone();
-        wanted[NUMBER..NUMBER + 4].copy_from_slice(&number.to_le_bytes());
-        assert!(found == wanted, "the disk of {vm} holds something else");
-        number
+        number_on(vm, &self.read(vm, "disk0"), &self.content, expected)
     }
 
     /// The directories of a VM: where its first disk is, and where the replicas are.
@@ -487,14 +481,6 @@ impl Replicas {
         }
         self.is_tidy(VM);
     }
-}
-
-fn owned(command: &[&str]) -> Vec<String> {
-    command.iter().map(|it| (*it).to_owned()).collect()
-}
-
-fn borrowed(command: &[String]) -> Vec<&str> {
-    command.iter().map(String::as_str).collect()
 }
 
 #[test]

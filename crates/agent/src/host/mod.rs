@@ -504,7 +504,7 @@ impl HostAgent for RealHost {
     }
 
     async fn examine_change(&self, vm: VmId, change: VmChange) -> Result<(), Problem> {
-        // Asked before the VM is registered: what this host knows of it does not matter.
+        // The server asks before it registers the VM. So the VM may be unknown here, and its datastores alone are compared.
         if let VmChange::Restored { spec } = &change {
             return restored::examine(spec).await;
         }

@@ -376,6 +376,9 @@ impl Record {
 pub(crate) mod tests {
     use std::process::Stdio;
 
+    use vmseal_api::host::{Allocation, DatastoreSpec, DiskSpec};
+    use vmseal_api::id::DiskId;
+
     use super::*;
     use crate::process::{self, Launch};
 
@@ -392,6 +395,23 @@ pub(crate) mod tests {
             snapshots: Vec::new(),
             images: None,
             about: None,
+        }
+    }
+
+    /// An encrypted disk of 1 MiB, of which nothing is there yet.
+    pub fn disk(name: &str, place: &DatastoreSpec) -> DiskSpec {
+        DiskSpec {
+            disk: DiskId::new(),
+            name: name.to_owned(),
+            datastore: place.clone(),
+            size: 1 << 20,
+            encrypted: true,
+            allocation: Allocation::Thin,
+            role: Default::default(),
+            limits: Default::default(),
+            cache: None,
+            replica: None,
+            facts: None,
         }
     }
 

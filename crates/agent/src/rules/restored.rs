@@ -63,30 +63,22 @@ fn named<'a>(nics: impl Iterator<Item = &'a NicSpec>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
-    use vmseal_api::id::{DatastoreId, DiskId, NicId};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::id::{DatastoreId, NicId};
     use vmseal_api::nic::{NicBackend, NicLink};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
+    use crate::process::run_dir;
     use crate::storage::descriptor;
 
     fn disk(name: &str) -> Device {
         let location = DatastoreLocation::Dir { path: "/store".into() };
-        Device::Disk(DiskSpec {
-            disk: DiskId::new(),
-            name: name.to_owned(),
-            datastore: DatastoreSpec { datastore: DatastoreId::new(), location },
-            size: 1 << 20,
-            encrypted: true,
-            allocation: Allocation::Thin,
-            role: Default::default(),
-            limits: Default::default(),
-            cache: None,
-            replica: None,
-            facts: None,
-        })
+        Device::Disk(run_dir::tests::disk(
+            name,
+            &DatastoreSpec { datastore: DatastoreId::new(), location },
+        ))
     }
 
     fn card(name: &str) -> Device {
@@ -103,7 +95,7 @@ mod tests {
     #[test]
     fn a_disk_a_size_and_cards_that_the_inventory_lacks_are_newer_and_what_it_has_more_is_not() {
         let kek = SecretBytes::random(KEK_LEN).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
+        let mut spec = run_dir::tests::spec();
         spec.key = Some(keys::reference_of(&kek, spec.vm, "a"));
         spec.devices = vec![disk("system"), card("nic0")];
         let with = |more: Device| {

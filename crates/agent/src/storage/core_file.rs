@@ -260,12 +260,13 @@ impl CoreWriter {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
-    use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::id::DatastoreId;
     use vmseal_secret::KEK_LEN;
 
     use super::*;
     use crate::keys;
+    use crate::process::run_dir;
 
     struct Bench {
         _directory: tempfile::TempDir,
@@ -276,25 +277,13 @@ mod tests {
     impl Bench {
         fn new() -> Self {
             let directory = tempfile::tempdir().unwrap();
-            let mut spec = crate::process::run_dir::tests::spec();
+            let mut spec = run_dir::tests::spec();
             let kek = SecretBytes::random(KEK_LEN).unwrap();
             spec.key = Some(keys::reference_of(&kek, spec.vm, "key"));
             let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
             let datastore = DatastoreSpec { datastore: DatastoreId::new(), location };
             crate::storage::datastore::probe(&datastore).unwrap();
-            let disk = DiskSpec {
-                disk: DiskId::new(),
-                name: "disk0".to_owned(),
-                datastore,
-                size: 1 << 20,
-                encrypted: true,
-                allocation: Allocation::Thin,
-                role: Default::default(),
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
-            };
+            let disk = run_dir::tests::disk("disk0", &datastore);
             spec.devices = vec![Device::Disk(disk)];
             std::fs::create_dir(directory.path().join(spec.vm.to_string())).unwrap();
             Self { _directory: directory, spec, kek }

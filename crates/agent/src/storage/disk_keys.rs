@@ -192,13 +192,14 @@ pub fn all_name(spec: &VmSpec, key: &KeyReference) -> Result<bool, Problem> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
     use vmseal_api::id::DatastoreId;
     use vmseal_api::replica::ReplicaPlace;
     use vmseal_luks::{Holes, Identity};
     use vmseal_secret::{DEK_LEN, KEK_LEN};
 
     use super::*;
+    use crate::process::run_dir;
     use crate::storage::datastore;
     use crate::storage::replica;
 
@@ -216,7 +217,7 @@ mod tests {
         fn new() -> Self {
             let directory = tempfile::tempdir().unwrap();
             let kek = SecretBytes::random(KEK_LEN).unwrap();
-            let mut spec = crate::process::run_dir::tests::spec();
+            let mut spec = run_dir::tests::spec();
             spec.key = Some(keys::reference_of(&kek, spec.vm, "old"));
             let places = ["one", "two"].map(|name| {
                 let path = directory.path().join(name);
@@ -226,19 +227,8 @@ mod tests {
                 datastore::probe(&place).unwrap();
                 place
             });
-            let disk = |place: usize| DiskSpec {
-                disk: DiskId::new(),
-                name: format!("disk{place}"),
-                datastore: places[place % 2].clone(),
-                size: 1 << 20,
-                encrypted: true,
-                allocation: Allocation::Thin,
-                role: Default::default(),
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
-            };
+            let disk =
+                |place: usize| run_dir::tests::disk(&format!("disk{place}"), &places[place % 2]);
             spec.devices = (0..3).map(disk).map(Device::Disk).collect();
             let mut this = Self { directory, spec, kek };
             (0..3).for_each(|index| this.make(index));

@@ -52,29 +52,19 @@ fn described(place: &DatastoreSpec, vm: VmId) -> Result<Option<VmDescriptor>, Pr
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
+    use vmseal_api::host::{DatastoreLocation, Device, KeyReference};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
+    use crate::process::run_dir;
     use crate::storage::mark;
 
     fn disk(place: &DatastoreSpec) -> Device {
-        let disk = DiskId::new();
-        Device::Disk(DiskSpec {
-            disk,
-            name: format!("disk-{disk}"),
-            datastore: place.clone(),
-            size: 1 << 20,
-            encrypted: true,
-            allocation: Allocation::Thin,
-            role: Default::default(),
-            limits: Default::default(),
-            cache: None,
-            replica: None,
-            facts: None,
-        })
+        // No two of a VM have one name.
+        let name = format!("disk-{}", DiskId::new());
+        Device::Disk(run_dir::tests::disk(&name, place))
     }
 
     #[tokio::test]
@@ -87,7 +77,7 @@ mod tests {
             place
         });
         let kek = SecretBytes::random(KEK_LEN).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
+        let mut spec = run_dir::tests::spec();
         let key: KeyReference = keys::reference_of(&kek, spec.vm, "a");
         spec.key = Some(key);
         spec.devices = places.iter().map(disk).collect();

@@ -130,38 +130,27 @@ fn whole_files(home: &Home) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
-    use vmseal_api::id::{DatastoreId, DiskId, DumpId};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::id::{DatastoreId, DumpId};
     use vmseal_api::problem::ErrorCode;
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
+    use crate::process::run_dir;
     use crate::storage::core_file::CoreFile;
     use crate::storage::datastore;
 
     /// A VM with a core dump, which its key opens.
     fn with_dump(directory: &Path) -> (VmSpec, SecretBytes, CoreFile) {
-        let mut spec = crate::process::run_dir::tests::spec();
+        let mut spec = run_dir::tests::spec();
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         spec.key = Some(keys::reference_of(&kek, spec.vm, "old"));
         let location = DatastoreLocation::Dir { path: directory.to_owned() };
         let place = DatastoreSpec { datastore: DatastoreId::new(), location };
         datastore::probe(&place).unwrap();
         std::fs::create_dir(directory.join(spec.vm.to_string())).unwrap();
-        spec.devices = vec![Device::Disk(DiskSpec {
-            disk: DiskId::new(),
-            name: "disk0".to_owned(),
-            datastore: place,
-            size: 1 << 20,
-            encrypted: true,
-            allocation: Allocation::Thin,
-            role: Default::default(),
-            limits: Default::default(),
-            cache: None,
-            replica: None,
-            facts: None,
-        })];
+        spec.devices = vec![Device::Disk(run_dir::tests::disk("disk0", &place))];
         let file = CoreFile::of(&spec, DumpId::new()).unwrap();
         let mut writer = file.create(&spec, Some(&kek)).unwrap();
         writer.write(b"a guest's memory").unwrap();

@@ -88,7 +88,7 @@ pub async fn clone(
     begin_paced(services, write, operation, &vm, caller, (pace, false)).await
 }
 
-/// A clone that is requested, with what is asked before there is a transaction.
+/// The request for a clone, and what was found out about it before the transaction begins.
 struct Wanted<'a> {
     services: &'a Services,
     caller: &'a Caller,

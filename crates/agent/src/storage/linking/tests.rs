@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 
 use uuid::Uuid;
-use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
 use vmseal_api::id::{DatastoreId, VmId};
 use vmseal_luks::Holes;
 use vmseal_secret::{DEK_LEN, KEK_LEN};
 
 use super::*;
+use crate::process::run_dir;
 use crate::storage::datastore;
 use crate::storage::layers::{begin_layer, put_active};
 
@@ -27,22 +28,10 @@ struct Bench {
 }
 
 fn vm(name: &str, place: &DatastoreSpec, kek: &SecretBytes) -> VmSpec {
-    let mut spec = crate::process::run_dir::tests::spec();
+    let mut spec = run_dir::tests::spec();
     (spec.vm, spec.name) = (VmId::new(), name.to_owned());
     spec.key = Some(keys::reference_of(kek, spec.vm, name));
-    spec.devices = vec![Device::Disk(DiskSpec {
-        disk: DiskId::new(),
-        name: "d".to_owned(),
-        datastore: place.clone(),
-        size: SIZE,
-        encrypted: true,
-        allocation: Allocation::Thin,
-        role: Default::default(),
-        limits: Default::default(),
-        cache: None,
-        replica: None,
-        facts: None,
-    })];
+    spec.devices = vec![Device::Disk(DiskSpec { size: SIZE, ..run_dir::tests::disk("d", place) })];
     spec
 }
 

@@ -152,11 +152,12 @@ fn opened(path: &Path) -> Result<Option<File>, Problem> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, Device, DiskSpec, KeyReference};
+    use vmseal_api::host::{DatastoreLocation, Device, DiskSpec, KeyReference};
     use vmseal_api::id::{DatastoreId, DiskId};
     use vmseal_secret::{DEK_LEN, KEK_LEN};
 
     use super::*;
+    use crate::process::run_dir;
     use crate::storage::datastore;
     use crate::storage::facts::to_api;
 
@@ -182,20 +183,8 @@ mod tests {
         let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
         let place = DatastoreSpec { datastore: DatastoreId::new(), location };
         datastore::probe(&place).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
-        spec.devices = vec![Device::Disk(DiskSpec {
-            disk: DiskId::new(),
-            name: "system".to_owned(),
-            datastore: place.clone(),
-            size: 1 << 20,
-            encrypted: true,
-            allocation: Allocation::Thin,
-            role: Default::default(),
-            limits: Default::default(),
-            cache: None,
-            replica: None,
-            facts: None,
-        })];
+        let mut spec = run_dir::tests::spec();
+        spec.devices = vec![Device::Disk(run_dir::tests::disk("system", &place))];
         let kek = SecretBytes::random(KEK_LEN).unwrap();
         let [old, new] = ["old", "new"].map(|id| keys::reference_of(&kek, spec.vm, id));
         let [older, newer] =
