@@ -187,6 +187,20 @@ pub fn sweep(path: &Path, of: &dyn Fn(VmId) -> bool) {
     }
 }
 
+/// Sweeps until this is so: a process that another test starts has the locks of this one until it executes its program.
+#[cfg(test)]
+pub fn sweep_until(path: &Path, done: &dyn Fn() -> bool) {
+    const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(30);
+    let begun = std::time::Instant::now();
+    loop {
+        sweep(path, &|_| true);
+        if done() || begun.elapsed() > TIMEOUT {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
 /// Whether this is the name of a half-made disk. Memories and core dumps that are being written have no lock, and their VM's owner
 /// removes what is left of them.
 fn is_half_made_disk(path: &Path) -> bool {

@@ -154,7 +154,7 @@ fn debris_is_swept_and_work_under_way_is_not() {
     // The memory of a guest that is being suspended has no lock.
     let memory = home.path.join("vm.memory.creating");
     std::fs::write(&memory, "half of it").unwrap();
-    sweep(home.datastore(), &|_| true);
+    sweep_until(home.datastore(), &|| !home.creating(dead).exists());
     assert!(!home.creating(dead).exists());
     assert!(home.creating(alive).exists());
     assert!(memory.exists(), "a memory that is being saved is removed");
@@ -163,7 +163,7 @@ fn debris_is_swept_and_work_under_way_is_not() {
     home.check_room(1).unwrap();
     // A VM that was to come from another host has nothing else here.
     drop(file);
-    sweep(home.datastore(), &|_| true);
+    sweep_until(home.datastore(), &|| !home.path.exists());
     assert!(!home.path.exists(), "a home without a disk is left");
     home.describe(&vm, &spec, None).unwrap();
     sweep(home.datastore(), &|_| true);
@@ -238,7 +238,7 @@ fn an_interrupted_import_is_kept_for_a_while_and_goes_with_its_disk() {
     // Too old for its import to continue.
     let file = File::options().write(true).open(&path).unwrap();
     file.set_modified(std::time::SystemTime::now() - INTERRUPTED_KEPT).unwrap();
-    sweep(home.datastore(), &|_| true);
+    sweep_until(home.datastore(), &|| !home.creating(disk).exists());
     assert!(!home.creating(disk).exists() && !path.exists(), "a half-made disk is kept for ever");
     home.describe(&vm, &spec, None).unwrap();
     home.note(disk, &note).unwrap();

@@ -180,9 +180,12 @@ fn what_an_interrupted_attempt_leaves_goes_with_it() {
                 assert_eq!(open.layers.len(), 1, "undone {undone}");
                 continue;
             }
-            crate::storage::home::sweep(at.datastore(), &|_| true);
-            let left: Vec<_> =
-                bench.files().into_iter().filter(|it| !it.ends_with("vm.json")).collect();
+            let left = || {
+                let files = bench.files().into_iter();
+                files.filter(|it| !it.ends_with("vm.json")).collect::<Vec<_>>()
+            };
+            crate::storage::home::sweep_until(at.datastore(), &|| left().is_empty());
+            let left = left();
             assert!(left.is_empty(), "undone {undone}: {left:?}");
             let (source, of) = home(&bench.source);
             layers::check_unshared(&source, of).unwrap();
