@@ -164,6 +164,16 @@ pub enum Vm {
         #[command(flatten)]
         dry_run: DryRun,
     },
+    /// Wake VMs whose guests are suspended to RAM (ACPI S3), as by `systemctl suspend` in them
+    ///
+    /// `vmseal vm show` says `suspended-to-ram` of such a VM. A VM that `vmseal vm suspend` has suspended is resumed by `vmseal vm resume`.
+    Wakeup {
+        /// Names or ids
+        #[arg(required = true, value_name = "VM")]
+        vms: Vec<String>,
+        #[command(flatten)]
+        dry_run: DryRun,
+    },
     /// Clone a VM, off or running, or a snapshot of one
     ///
     /// The clone has disks of its own that hold the same, encrypted with keys of its own, other addresses of its network
