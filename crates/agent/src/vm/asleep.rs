@@ -22,8 +22,8 @@ const ASLEEP: &str = "suspended";
 /// The first version of QEMU that stops a guest that sleeps, and saves it as it is.
 const KEPT_ASLEEP_SINCE: u64 = 9;
 
-/// How long QEMU may take to report that it has woken the guest. It stops the processors for that and resets the machine, which is done in
-/// less than a second where its main loop does not wait for anything.
+/// How long QEMU may take to report that it has woken the guest. It stops the processors and resets the machine for that, and waits for
+/// nothing that the guest does. The owner of the VM does nothing else meanwhile, so it is half of what a command may take.
 const WAKES_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether a guest sleeps of which QEMU says this. One that QEMU has stopped does not, whatever it did before.
