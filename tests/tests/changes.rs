@@ -125,6 +125,7 @@ fn a_guest_that_sleeps_is_woken_and_neither_paused_nor_saved_and_boots_when_it_i
 
     // The next agent finds it asleep, and wakes it.
     falls_asleep(&here, &mut console);
+    drop(console);
     next_agent(&mut here);
     let asleep = || here.vm(VM).ok().filter(|shown| shown["suspended_to_ram"] == true);
     eventually("the next agent finds the guest asleep", asleep).unwrap();
