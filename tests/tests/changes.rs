@@ -67,22 +67,37 @@ fn kill_filter(here: &Installation) {
     here.wait_alarm(VM, "filter-restarted").unwrap();
 }
 
+/// Has the guest that counts sleep, and waits until that is shown.
+fn falls_asleep(here: &Installation, console: &mut Console) {
+    console.type_text("z").unwrap();
+    let asleep = || here.vm(VM).ok().filter(|shown| shown["suspended_to_ram"] == true);
+    let shown = eventually("the guest sleeps", asleep).unwrap();
+    assert_eq!(shown["power"], "running");
+}
+
+/// It says that it is awake, and is not woken.
+fn is_awake(here: &Installation) {
+    assert!(here.vm(VM).unwrap()["suspended_to_ram"].is_null());
+    for what in [&["vm", "wakeup", VM][..], &["vm", "wakeup", VM, "--dry-run"]] {
+        let said = here.refused(what).unwrap();
+        assert!(said.contains("is not suspended to RAM"), "{what:?}: {said}");
+    }
+}
+
 /// QEMU before 9.0 does not stop a guest that sleeps, and leaves it standing still when it is reset.
 #[test]
-fn a_guest_that_sleeps_is_neither_paused_nor_saved_and_boots_when_it_is_reset() {
-    let here = Installation::new().unwrap();
+fn a_guest_that_sleeps_is_woken_and_neither_paused_nor_saved_and_boots_when_it_is_reset() {
+    let mut here = Installation::new().unwrap();
     here.create_counter(VM, "encrypted").unwrap();
     let count = here.boot_counter(VM).unwrap();
     let mut console = here.console(VM).unwrap();
-    console.type_text("z").unwrap();
+    is_awake(&here);
+    falls_asleep(&here, &mut console);
     if qemu_major() < 9 {
-        // It may not sleep yet.
-        let pause = || {
-            let refused = here.refused(&["vm", "pause", VM]);
-            refused.map_err(|_| here.vmseal(&["vm", "unpause", VM]).unwrap()).ok()
-        };
-        let said = eventually("the guest sleeps", pause).unwrap();
-        assert!(said.contains("sleeps (ACPI S3)") && said.contains("vmseal vm reset"), "{said}");
+        let said = here.refused(&["vm", "pause", VM]).unwrap();
+        for part in ["sleeps (ACPI S3)", "vmseal vm wakeup", "vmseal vm reset"] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
         assert_eq!(here.vm(VM).unwrap()["power"], "running");
         let suspend = &["vm", "suspend", VM][..];
         let snapshot = &["snapshot", "create", VM, "asleep", "--memory"][..];
@@ -92,9 +107,31 @@ fn a_guest_that_sleeps_is_neither_paused_nor_saved_and_boots_when_it_is_reset() 
             assert_eq!(here.vm(VM).unwrap()["power"], "running", "{what:?}");
         }
     }
+    let planned = here.vmseal(&["vm", "wakeup", VM, "--dry-run"]).unwrap();
+    assert!(planned.contains("wake the guest"), "{planned}");
+    assert_eq!(here.vm(VM).unwrap()["suspended_to_ram"], true, "by a dry run");
+    here.vmseal(&["vm", "wakeup", VM]).unwrap();
+    is_awake(&here);
+    // It has set no place to wake at, and the firmware has it boot.
+    let counts = |console: &mut Console, more: u32| {
+        console.expect(&format!("{COUNT}{:08x}", count + more), 0).unwrap();
+    };
+    counts(&mut console, 1);
+
+    falls_asleep(&here, &mut console);
     here.vmseal(&["vm", "reset", VM]).unwrap();
-    let next = format!("{COUNT}{:08x}", count + 1);
-    console.expect(&next, 0).unwrap();
+    is_awake(&here);
+    counts(&mut console, 2);
+
+    // The next agent finds it asleep, and wakes it.
+    falls_asleep(&here, &mut console);
+    drop(console);
+    next_agent(&mut here);
+    let asleep = || here.vm(VM).ok().filter(|shown| shown["suspended_to_ram"] == true);
+    eventually("the next agent finds the guest asleep", asleep).unwrap();
+    let mut console = here.console(VM).unwrap();
+    here.vmseal(&["vm", "wakeup", VM]).unwrap();
+    counts(&mut console, 3);
 }
 
 #[test]

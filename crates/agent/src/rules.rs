@@ -218,9 +218,27 @@ pub fn panicked_while_sent(spec: &VmSpec) -> Problem {
 pub fn sleeps(spec: &VmSpec, what: &str) -> Problem {
     let name = &spec.name;
     let what = format!(
-        "{what}: its guest sleeps (ACPI S3), and QEMU before 9.0 neither stops such a guest nor saves or sends it as it is. Try again when it is awake, as an alarm of its clock wakes it (rtcwake); or have it boot again, which loses what it has in memory (vmseal vm reset {name})"
+        "{what}: its guest sleeps (ACPI S3), and QEMU before 9.0 neither stops such a guest nor saves or sends it as it is. Wake it first (vmseal vm wakeup {name}), or try again when it is awake, as an alarm of its clock wakes it (rtcwake); or have it boot again, which loses what it has in memory (vmseal vm reset {name})"
     );
     wrong_state(spec, &what)
+}
+
+/// The guest of a VM is to be woken, and is awake.
+#[must_use]
+pub fn not_asleep(spec: &VmSpec) -> Problem {
+    let what =
+        "is not suspended to RAM (ACPI S3): its guest is awake, and there is nothing to wake";
+    wrong_state(spec, what)
+}
+
+/// The guest of a VM was to be woken, and QEMU has not said that it is. `why` says how that is known.
+#[must_use]
+pub fn may_be_awake(spec: &VmSpec, why: &str) -> Problem {
+    let name = &spec.name;
+    let what = format!(
+        "whether the guest of VM '{name}' has woken is not known: {why}. See whether it is suspended to RAM (vmseal vm show {name}), and wake it again if it is"
+    );
+    Problem::new(ErrorCode::TimedOut, what)
 }
 
 /// The memory of a suspended VM does not follow a copy that was begun before it was suspended.

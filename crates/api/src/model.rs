@@ -324,6 +324,9 @@ pub struct Vm {
     /// Whether it runs; none while its host does not answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power: Option<Power>,
+    /// Whether its guest is suspended to RAM (ACPI S3), as by `systemctl suspend`, while the VM runs. Not said where its agent is older.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended_to_ram: bool,
     /// What was changed and takes effect at its next start, by name of field (`vcpus`, `memory`, `limits`, `cache`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub at_next_start: Vec<String>,

@@ -375,6 +375,11 @@ async fn attempt(agent: &dyn HostAgent, session: &Session, action: Action) -> Re
         Action::Pause => agent.control_guest(vm, GuestControl::Pause).await,
         Action::Unpause => agent.control_guest(vm, GuestControl::Unpause).await,
         Action::Reset => agent.control_guest(vm, GuestControl::Reset).await,
+        Action::Wakeup => match agent.control_guest(vm, GuestControl::Wakeup).await {
+            // It was let as far as to ask whether the guest sleeps.
+            Err(problem) if problem.detail.contains("is not suspended to RAM") => Ok(()),
+            woken => woken,
+        },
         Action::Console => agent.console(vm, ConsoleClaim::TakeOver).await.map(drop),
         Action::Screen => agent.screen(vm).await.map(drop),
         // The suite's guest has no agent.

@@ -1,4 +1,4 @@
-//! What is done to a guest that runs: it is paused and reset, its VM is registered anew, its disks grow, and devices are
+//! What is done to a guest that runs: it is paused, reset and woken, its VM is registered anew, its disks grow, and devices are
 //! plugged in. The suite's guest knows no devices, and lets none go.
 
 use vmseal_api::datastore::FoundImage;
@@ -10,20 +10,25 @@ use vmseal_api::problem::ErrorCode;
 
 use super::{DISK_SIZE, Session, done, refused};
 
-/// Pauses the guest and lets it go on, and resets it.
+/// Pauses the guest and lets it go on, and resets it. It does not sleep, and is not woken.
 pub async fn controlled(agent: &dyn HostAgent, session: &Session) {
     let vm = session.vm();
     for _ in 0..2 {
         done(agent.control_guest(vm, GuestControl::Pause).await, "pausing");
         assert_eq!(session.now(agent).await.power, Power::Paused);
     }
+    let paused = agent.control_guest(vm, GuestControl::Wakeup).await;
+    refused(paused, ErrorCode::WrongState, "waking a paused guest");
     refused(agent.power_on(vm).await, ErrorCode::WrongState, "starting a paused VM");
     for _ in 0..2 {
         done(agent.control_guest(vm, GuestControl::Unpause).await, "unpausing");
         assert_eq!(session.now(agent).await.power, Power::Running);
     }
     done(agent.control_guest(vm, GuestControl::Reset).await, "resetting");
-    assert_eq!(session.now(agent).await.power, Power::Running);
+    let now = session.now(agent).await;
+    assert_eq!((now.power, now.suspended_to_ram), (Power::Running, false));
+    let awake = agent.control_guest(vm, GuestControl::Wakeup).await;
+    refused(awake, ErrorCode::WrongState, "waking a guest that is awake");
 }
 
 /// What a VM that runs cannot have now it gets at its next start, and says so until then.

@@ -73,6 +73,8 @@ pub enum Action {
     Unpause,
     /// To press the guest's reset button.
     Reset,
+    /// To wake a guest that sleeps.
+    Wakeup,
     /// To open the console.
     Console,
     /// To connect to the screen.
@@ -149,7 +151,7 @@ pub const ACTIVITIES: [Activity; 12] = [
 /// What may be done during what. For an action on a disk the last four columns are about that disk, for one
 /// on the VM about any of its disks.
 #[rustfmt::skip]
-pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 37] = [
+pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 38] = [
     //                       off    starting running stopping paused  suspending  suspended  key change creating  exporting  exposed  mirroring
     (Action::Register,      [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    YES,      YES,       YES,     YES]),
     (Action::Unregister,    [YES,   STATE,   STATE,  STATE,   STATE,  STATE,      YES,       IN_USE,    ENDS,     ENDS,      IN_USE,  ENDS]),
@@ -183,6 +185,7 @@ pub const TABLE: [(Action, [Rule; ACTIVITIES.len()]); 37] = [
     (Action::Pause,         [STATE, STATE,   YES,    STATE,   IS,     STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
     (Action::Unpause,       [STATE, STATE,   IS,     IS,      YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
     (Action::Reset,         [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
+    (Action::Wakeup,        [STATE, STATE,   YES,    YES,     STATE,  STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
     (Action::Console,       [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
     (Action::Screen,        [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
     (Action::Guest,         [STATE, STATE,   YES,    YES,     YES,    STATE,      STATE,     YES,       YES,      YES,       YES,     YES]),
@@ -336,7 +339,12 @@ impl Situation<'_> {
             (Action::Pause, Stopping) => {
                 "is stopping, and its guest would not come to that. Wait, or force it off"
             }
-            (Action::Pause | Action::Unpause | Action::Reset, _) => "does not run. Start it first",
+            (Action::Wakeup, Paused) => {
+                "is paused: its guest is not woken meanwhile. Unpause it first"
+            }
+            (Action::Pause | Action::Unpause | Action::Reset | Action::Wakeup, _) => {
+                "does not run. Start it first"
+            }
             (Action::PowerOn, Creating | Exporting) => {
                 "cannot start while a disk is being made or exported. Try again in a moment, or cancel the task"
             }

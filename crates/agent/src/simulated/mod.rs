@@ -166,6 +166,8 @@ struct Known {
     notices: Vec<Notice>,
     /// The filters that have died under the running guest.
     restarts: Restarts,
+    /// Whether its guest sleeps, while it runs.
+    asleep: bool,
     /// The panics of its guest.
     panics: Panics,
     /// The core dumps that the host has written by itself.
@@ -203,6 +205,7 @@ impl Known {
             notices: Vec::new(),
             boot_once: None,
             restarts: Restarts::default(),
+            asleep: false,
             panics: Panics::default(),
             panic_dumps: Vec::new(),
             request: None,
@@ -233,6 +236,7 @@ impl Known {
             jobs: self.jobs.statuses(),
             nics: self.nics(),
             started_with: self.started_with(),
+            suspended_to_ram: self.asleep,
             not_suspended: self.not_suspended.clone(),
             panics: self.panics.past.clone(),
             panic_dumps: self.panic_dumps.clone(),
@@ -272,6 +276,7 @@ impl Known {
 
     fn stop(&mut self, reason: StopReason, detail: &str) {
         self.power = Power::Off;
+        self.asleep = false;
         self.in_use.clear();
         if let Some(next) = self.next.take() {
             self.spec = next;
@@ -645,8 +650,8 @@ impl Inside {
         self.persisted.storage.lose_locks();
         for (vm, guest) in &self.persisted.guests {
             let (power, in_use) = (guest.power(), guest.disks.clone());
-            let panics = guest.panics.clone();
-            let known = Known { power, in_use, panics, ..Known::new(guest.spec.clone()) };
+            let (asleep, panics) = (guest.asleep, guest.panics.clone());
+            let known = Known { power, in_use, asleep, panics, ..Known::new(guest.spec.clone()) };
             self.agent.vms.insert(*vm, known);
         }
         for (vm, guest) in &self.persisted.suspended {

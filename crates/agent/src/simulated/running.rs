@@ -28,6 +28,8 @@ pub struct RunningGuest {
     pub spec: VmSpec,
     pub guest: Guest,
     pub paused: bool,
+    /// Whether it sleeps (ACPI S3).
+    pub asleep: bool,
     /// Whether all of it is sent to another host.
     pub handed_over: bool,
     /// The generation of its memory, where that is saved.
@@ -51,11 +53,12 @@ impl RunningGuest {
         let fixed = live.disks.iter().filter(|disk| disk.port.is_none());
         let (guest, fixed_disks) = (Guest::new(), fixed.map(|disk| disk.disk).collect());
         let panics = Panics::default();
-        let (paused, handed_over) = (false, false);
+        let (paused, asleep, handed_over) = (false, false, false);
         Self {
             spec,
             guest,
             paused,
+            asleep,
             handed_over,
             generation: NOT_COUNTED,
             disks,
@@ -115,6 +118,16 @@ impl SimulatedHost {
         inside.restart();
     }
 
+    /// A running guest falls asleep (ACPI S3).
+    pub fn falls_asleep(&self, vm: VmId) {
+        let mut inside = self.inside();
+        if let Some(guest) = inside.persisted.guests.get_mut(&vm) {
+            guest.asleep = true;
+            inside.note_sleep(vm);
+            inside.agent.publish(vm);
+        }
+    }
+
     /// How often a running guest was reset.
     #[must_use]
     pub fn resets(&self, vm: VmId) -> u32 {
@@ -164,11 +177,20 @@ fn check_ports(
 }
 
 impl Inside {
+    /// Notes whether a VM's guest sleeps.
+    pub fn note_sleep(&mut self, vm: VmId) {
+        let asleep = self.persisted.guests.get(&vm).is_some_and(|guest| guest.asleep);
+        if let Some(known) = self.agent.vms.get_mut(&vm) {
+            known.asleep = asleep;
+        }
+    }
+
     pub fn control_guest(&mut self, vm: VmId, what: GuestControl) -> Result<(), Problem> {
         let action = match what {
             GuestControl::Pause => Action::Pause,
             GuestControl::Unpause => Action::Unpause,
             GuestControl::Reset => Action::Reset,
+            GuestControl::Wakeup => Action::Wakeup,
         };
         if self.situation(vm)?.may(action, None)? == Permission::Already {
             return Ok(());
@@ -177,17 +199,25 @@ impl Inside {
             match what {
                 GuestControl::Pause => guest.paused = true,
                 GuestControl::Unpause => guest.paused = false,
-                GuestControl::Reset => guest.resets += 1,
+                GuestControl::Reset => {
+                    guest.resets += 1;
+                    guest.asleep = false;
+                }
+                GuestControl::Wakeup if !guest.asleep => {
+                    return Err(rules::not_asleep(&guest.spec));
+                }
+                GuestControl::Wakeup => guest.asleep = false,
             }
-            if what != GuestControl::Pause {
+            if matches!(what, GuestControl::Unpause | GuestControl::Reset) {
                 guest.panics.over();
             }
             let (power, panics) = (guest.power(), guest.panics.clone());
             let known = self.known(vm)?;
             known.panics = panics;
-            if what != GuestControl::Reset {
+            if matches!(what, GuestControl::Pause | GuestControl::Unpause) {
                 known.power = power;
             }
+            self.note_sleep(vm);
             self.agent.publish(vm);
         }
         Ok(())

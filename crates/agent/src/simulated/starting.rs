@@ -111,6 +111,7 @@ impl Inside {
                     drive.medium = known.spec.hardware.medium().map(Path::to_owned);
                 }
                 known.power = guest.power();
+                known.asleep = guest.asleep;
                 known.panics = guest.panics.clone();
                 known.in_use.clone_from(&guest.disks);
                 self.persisted.guests.insert(vm, guest);

@@ -379,7 +379,9 @@ mod tests {
                 // An agent that starts finds all of it named; the control plane says what becomes of it.
                 crate::storage::home::sweep(directory.path(), &|_| true);
             } else if stage < 5 {
-                crate::storage::home::sweep_until(directory.path(), &|| files(&directory).is_empty());
+                crate::storage::home::sweep_until(directory.path(), &|| {
+                    files(&directory).is_empty()
+                });
                 assert_eq!(files(&directory), Vec::<String>::new(), "swept at stage {stage}");
             }
             give_up(spec.vm, &copies).unwrap();

@@ -3,13 +3,17 @@
 //! QEMU before 9.0 does not stop such a guest, though it answers that it has: the guest goes on as soon as it is woken. It has it go on by
 //! itself when it is to send its memory, and leaves it standing still when it is reset (tried with 7.2, docs/decisions/293).
 
+use std::time::Duration;
+
 use serde_json::Value;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
 use vmseal_api::host::VmSpec;
 use vmseal_api::problem::Problem;
 
 use super::internal;
 use crate::hypervisor::plug;
-use crate::hypervisor::qmp::{Qmp, QmpError};
+use crate::hypervisor::qmp::{Event, Qmp, QmpError};
 use crate::rules;
 
 /// QEMU's status of a guest that sleeps.
@@ -17,6 +21,10 @@ const ASLEEP: &str = "suspended";
 
 /// The first version of QEMU that stops a guest that sleeps, and saves it as it is.
 const KEPT_ASLEEP_SINCE: u64 = 9;
+
+/// How long QEMU may take to report that it has woken the guest. It stops the processors and resets the machine for that, and waits for
+/// nothing that the guest does. The owner of the VM does nothing else meanwhile, so it is half of what a command may take.
+const WAKES_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether a guest sleeps of which QEMU says this. One that QEMU has stopped does not, whatever it did before.
 pub fn sleeps(status: &Value) -> bool {
@@ -63,19 +71,80 @@ pub async fn may_be_sent(qmp: &Qmp) -> Result<bool, QmpError> {
     Ok(status["running"] == Value::Bool(true) || plug::is_at_least(qmp, KEPT_ASLEEP_SINCE).await?)
 }
 
+/// Wakes the guest: it is awake when QEMU reports that. All that QEMU reports meanwhile is added to `reported`, in its order, and is to be
+/// handled.
+///
+/// # Errors
+/// `wrong-state`: the guest is awake. `timed-out`: whether it has woken is not known. `internal`: QEMU's.
+pub async fn wake(
+    qmp: &Qmp,
+    spec: &VmSpec,
+    events: &mut mpsc::Receiver<Event>,
+    reported: &mut Vec<Event>,
+) -> Result<(), Problem> {
+    wake_within(qmp, spec, events, reported, WAKES_WITHIN).await
+}
+
+async fn wake_within(
+    qmp: &Qmp,
+    spec: &VmSpec,
+    events: &mut mpsc::Receiver<Event>,
+    reported: &mut Vec<Event>,
+    limit: Duration,
+) -> Result<(), Problem> {
+    if !is_asleep(qmp).await.map_err(internal)? {
+        return Err(rules::not_asleep(spec));
+    }
+    // The report of an earlier time that it woke, after which it fell asleep again, is not the answer.
+    while let Ok(event) = events.try_recv() {
+        reported.push(event);
+    }
+    match qmp.execute("system_wakeup", Value::Null).await {
+        Ok(_) => {}
+        Err(error @ QmpError::TimedOut { .. }) => {
+            return Err(rules::may_be_awake(spec, &error.to_string()));
+        }
+        Err(error) => {
+            // Something else may have woken it in between, as an alarm of its clock.
+            let refused = matches!(error, QmpError::Refused { .. });
+            return match refused && !is_asleep(qmp).await.map_err(internal)? {
+                true => Err(rules::not_asleep(spec)),
+                false => Err(internal(error)),
+            };
+        }
+    }
+    let woken = async {
+        while let Some(event) = events.recv().await {
+            let is_awake = event == Event::GuestAwake;
+            reported.push(event);
+            if is_awake {
+                return Ok(());
+            }
+        }
+        Err(internal("QEMU has ended while it was to wake the guest"))
+    };
+    match timeout(limit, woken).await {
+        Ok(woken) => woken,
+        Err(_) => {
+            let seconds = limit.as_secs();
+            let why = format!("QEMU was told to wake it, and has not reported it for {seconds} s");
+            Err(rules::may_be_awake(spec, &why))
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
     use std::process::{Child, Command, Stdio};
-    use std::time::Duration;
 
     use serde_json::json;
-    use tokio::sync::mpsc;
-    use tokio::time::{sleep, timeout};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixListener;
+    use tokio::time::sleep;
     use vmseal_api::problem::ErrorCode;
 
     use super::*;
-    use crate::hypervisor::qmp::Event;
     use crate::process::run_dir::tests::spec;
     use crate::vm::panicking;
 
@@ -158,9 +227,85 @@ mod tests {
         assert_eq!(stopped.is_ok(), keeps);
         if let Err(refused) = stopped {
             assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
-            for part in ["is not paused", "sleeps", "vmseal vm reset guest"] {
+            for part in
+                ["is not paused", "sleeps", "vmseal vm wakeup guest", "vmseal vm reset guest"]
+            {
                 assert!(refused.detail.contains(part), "{part}: {refused}");
             }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_sleeps_is_woken_and_one_that_is_awake_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let (_guard, qmp, mut events) = start(directory.path()).await;
+        let (spec, mut reported) = (spec(), Vec::new());
+        let awake = wake(&qmp, &spec, &mut events, &mut reported).await.unwrap_err();
+        assert_eq!(awake.code, ErrorCode::WrongState, "{awake}");
+        assert!(awake.detail.contains("is not suspended to RAM"), "{awake}");
+        qmp.execute("cont", Value::Null).await.unwrap();
+        // It has set no place to wake at: the firmware has it boot, and it sleeps again.
+        for _ in 0..2 {
+            falls_asleep(&mut events).await;
+            assert!(is_asleep(&qmp).await.unwrap());
+            reported.clear();
+            wake(&qmp, &spec, &mut events, &mut reported).await.unwrap();
+            assert_eq!(reported.last(), Some(&Event::GuestAwake), "{reported:?}");
+        }
+    }
+
+    /// A QEMU whose guest sleeps: it answers each command with the next of these, and says no more.
+    async fn pretender(
+        directory: &Path,
+        answers: Vec<&'static str>,
+    ) -> (Qmp, mpsc::Receiver<Event>) {
+        let socket = directory.join("pretender");
+        let listener = UnixListener::bind(&socket).unwrap();
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let (reader, mut writer) = stream.into_split();
+            let mut lines = BufReader::new(reader).lines();
+            writer.write_all(b"{\"QMP\":{}}\n").await.unwrap();
+            // The first command is the negotiation.
+            for (id, answer) in (1..).zip([r#""return":{}"#].into_iter().chain(answers)) {
+                if lines.next_line().await.unwrap().is_none() {
+                    return;
+                }
+                let answer = format!("{{\"id\":{id},{answer}}}\n");
+                writer.write_all(answer.as_bytes()).await.unwrap();
+            }
+            // The connection stays until the agent goes.
+            let _ = lines.next_line().await;
+        });
+        Qmp::connect(&socket).await.unwrap()
+    }
+
+    const SLEEPS: &str = r#""return":{"running":false,"status":"suspended"}"#;
+    const RUNS: &str = r#""return":{"running":true,"status":"running"}"#;
+    const REFUSES: &str = r#""error":{"class":"GenericError","desc":"guest is not suspended"}"#;
+
+    #[tokio::test]
+    async fn whether_a_guest_has_woken_is_not_known_where_qemu_does_not_report_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let answers = vec![SLEEPS, r#""return":{}"#];
+        let (qmp, mut events) = pretender(directory.path(), answers).await;
+        let (spec, mut reported, limit) = (spec(), Vec::new(), Duration::from_secs(1));
+        let woken = wake_within(&qmp, &spec, &mut events, &mut reported, limit).await;
+        let unknown = woken.unwrap_err();
+        assert_eq!(unknown.code, ErrorCode::TimedOut, "{unknown}");
+        for part in ["is not known", "for 1 s", "vmseal vm show guest"] {
+            assert!(unknown.detail.contains(part), "{part}: {unknown}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_wakes_by_itself_meanwhile_is_awake_and_another_refusal_is_qemus() {
+        for (after, expected) in [(RUNS, ErrorCode::WrongState), (SLEEPS, ErrorCode::Internal)] {
+            let directory = tempfile::tempdir().unwrap();
+            let answers = vec![SLEEPS, REFUSES, after];
+            let (qmp, mut events) = pretender(directory.path(), answers).await;
+            let refused = wake(&qmp, &spec(), &mut events, &mut Vec::new()).await.unwrap_err();
+            assert_eq!(refused.code, expected, "{refused}");
         }
     }
 

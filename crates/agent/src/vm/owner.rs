@@ -34,6 +34,7 @@ mod snapshots;
 mod stacks;
 mod suspended;
 mod trees;
+mod wakeup;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -300,6 +301,7 @@ impl Owner {
             jobs: self.jobs.statuses(),
             nics: self.nics().to_vec(),
             started_with: self.started_with(),
+            suspended_to_ram: self.is_asleep(),
             not_suspended: self.not_suspended.clone(),
             panics: self.panics.past.clone(),
             panic_dumps: self.panics.dumps.clone(),

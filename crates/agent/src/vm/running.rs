@@ -72,6 +72,8 @@ pub struct Running {
     pub sending: Option<Sending>,
     /// Whether its guest has panicked and stands still.
     pub panicked: bool,
+    /// Whether its guest sleeps (ACPI S3), as QEMU has said last.
+    pub asleep: bool,
     /// Whether the filter that serves has begun while the guest stood still, or may have: QEMU does not know its queues
     /// ([`super::queues`]).
     pub begun_still: bool,
@@ -95,7 +97,11 @@ impl QemuEnd {
         match event {
             Event::Shutdown(reason) => self.shutdown = Some(reason),
             Event::GuestPanicked { .. } => self.panicked = true,
-            Event::GuestAsleep | Event::DeviceDeleted(_) | Event::Other(_) => {}
+            Event::GuestAsleep
+            | Event::GuestAwake
+            | Event::Resumed
+            | Event::DeviceDeleted(_)
+            | Event::Other(_) => {}
         }
     }
 

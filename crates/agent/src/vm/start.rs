@@ -24,6 +24,7 @@ use vmseal_api::id::NicId;
 use vmseal_api::nic::NicLink;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::asleep;
 use super::guest_addresses::GuestAddresses;
 use super::panicking::{self, PANICKED};
 use super::placing;
@@ -215,6 +216,7 @@ pub async fn boot(
         saving: None,
         sending: None,
         panicked: false,
+        asleep: false,
         begun_still: false,
         lost_still: false,
         left_ports: BTreeMap::new(),
@@ -421,6 +423,7 @@ pub async fn reconnect(
     // One that was paused by an operator has not.
     let panicked = panicked && (!live.paused || live.panics.now.is_some());
     let lost_still = panicked && filter.is_none();
+    let asleep = asleep::is_asleep(&qmp).await.map_err(internal)?;
     let ran = filter.is_some() && queues::taken(&control, spec, &live, &qmp).await;
     Ok(Running {
         directory: directory.clone(),
@@ -437,6 +440,7 @@ pub async fn reconnect(
         qemu_end: QemuEnd::default(),
         left: false,
         panicked,
+        asleep,
         begun_still: !ran,
         lost_still,
         live,

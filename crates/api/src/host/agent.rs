@@ -421,10 +421,11 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `wrong-state` where it is suspended: [`HostAgent::discard_memory`] gives its memory up.
     async fn power_off(&self, vm: VmId, how: PowerOff) -> Result<(), Problem>;
 
-    /// Pauses, unpauses or resets a guest; the answer comes when it is done.
+    /// Pauses, unpauses, resets or wakes a guest; the answer comes when it is done.
     ///
     /// # Errors
-    /// `wrong-state` while it does not run.
+    /// `wrong-state` while it does not run; of a guest that is to be woken also while it is paused or awake, and `timed-out` where it is
+    /// not known whether it has woken.
     async fn control_guest(&self, vm: VmId, what: GuestControl) -> Result<(), Problem>;
 
     /// A new connection to the guest's screen, which speaks VNC (RFC 6143); several clients share the screen.

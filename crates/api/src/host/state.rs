@@ -92,6 +92,10 @@ pub struct VmState {
     /// [`SET_RUNNING`](super::version::SET_RUNNING).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_with: Option<StartedWith>,
+    /// Whether its guest is suspended to RAM (ACPI S3), while it runs; not said by an agent without feature
+    /// [`WAKEUP`](super::version::WAKEUP).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended_to_ram: bool,
     /// Why the last attempt to suspend it failed; none until then, and when another one begins.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_suspended: Option<String>,
@@ -121,6 +125,7 @@ impl VmState {
             jobs: Vec::new(),
             nics: Vec::new(),
             started_with: None,
+            suspended_to_ram: false,
             not_suspended: None,
             panics: Vec::new(),
             panic_dumps: Vec::new(),

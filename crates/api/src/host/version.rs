@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 79] = [
+pub const FEATURES: [&str; 80] = [
     "job-create",
     "job-export",
     NICS,
@@ -104,6 +104,7 @@ pub const FEATURES: [&str; 79] = [
     POOL_WAYS,
     STALLS,
     COMPARE_RESTORED,
+    WAKEUP,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -114,6 +115,9 @@ pub const CLOUD_INIT: &str = "cloud-init";
 
 /// The feature of agents that pause, unpause and reset guests.
 pub const GUEST_CONTROL: &str = "guest-control";
+
+/// The feature of agents that wake guests which are suspended to RAM (ACPI S3), and say whether they are.
+pub const WAKEUP: &str = "wakeup";
 
 /// The feature of agents that write a core dump of a guest that panics, restart it, or leave it as it is, as its VM says.
 pub const PANIC: &str = "panic";

@@ -145,6 +145,9 @@ pub enum GuestControl {
     Unpause,
     /// The reset button: it boots again without shutting down. Done again, it boots once more.
     Reset,
+    /// Woken from ACPI S3 (suspend to RAM). Only for agents with feature [`WAKEUP`](super::version::WAKEUP); `wrong-state` where it is
+    /// awake.
+    Wakeup,
 }
 
 /// How to power off.

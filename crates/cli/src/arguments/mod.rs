@@ -18,6 +18,7 @@ mod image;
 mod init;
 mod kmip;
 mod lab;
+mod launch;
 mod listen;
 mod nic;
 mod passphrase;
@@ -53,6 +54,7 @@ pub use self::image::{BuildImage, Image, System};
 pub use self::init::{Init, Places};
 pub use self::kmip::{Certificate, Kmip, ServerOf};
 pub use self::lab::{Ceph, CephDown, CephPool, Lab};
+pub use self::launch::{FirstBoot, Launch, Ssh};
 pub use self::nic::{Link, Nic};
 pub use self::passphrase::Passphrase;
 pub use self::policy::{ANY_DOMAIN, OnStall, Policy, SetPolicy};
@@ -63,7 +65,7 @@ pub use self::server::{LEVELS_HELP, Login, RunServer, Server, ServerCommand};
 pub use self::shell::{Completion, Man, Shell};
 pub use self::snapshot::Snapshot;
 pub use self::task::Task;
-pub use self::vm::{FirstBoot, Import, Launch, OnOff, SetVm, Ssh, Top, TopOrder, Vm};
+pub use self::vm::{Import, OnOff, SetVm, Top, TopOrder, Vm};
 pub use self::wait::{DryRun, Wait};
 
 /// vmseal encrypts virtual machines on QEMU/KVM by policy.

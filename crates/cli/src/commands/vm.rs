@@ -59,6 +59,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
         arguments::Vm::Unpause { name, dry_run } => {
             control(server, output, &name, "unpause", &dry_run).await
         }
+        arguments::Vm::Wakeup { vms, dry_run } => wake(server, output, &vms, &dry_run).await,
         arguments::Vm::Show(how) if how.libvirt => {
             show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
         }
@@ -264,6 +265,46 @@ async fn control(
     }
     let vm: Vm = server.post(&path, &Value::Null).await?;
     print::one(output, &vm, &print::vm_details(&vm))
+}
+
+/// Wakes guests, and shows their VMs. Of several, none is woken where the server would refuse one.
+async fn wake(
+    server: &ServerClient,
+    output: Output,
+    vms: &[String],
+    dry_run: &DryRun,
+) -> anyhow::Result<()> {
+    if let [vm] = vms {
+        return control(server, output, vm, "wakeup", dry_run).await;
+    }
+    // What is named twice is woken once.
+    let first = |at: usize| !vms[..at].contains(&vms[at]);
+    let paths: Vec<_> = (0..vms.len())
+        .filter(|at| first(*at))
+        .map(|at| format!("vms/{}/wakeup", vms[at]))
+        .collect();
+    for path in &paths {
+        let plan = server.try_post(path, &Value::Null).await?;
+        if dry_run.dry_run {
+            plan::show(output, &plan)?;
+        }
+    }
+    if dry_run.dry_run {
+        return Ok(());
+    }
+    let mut woken: Vec<Vm> = Vec::new();
+    for path in &paths {
+        match server.post(path, &Value::Null).await {
+            Ok(vm) => woken.push(vm),
+            Err(problem) if woken.is_empty() => return Err(problem.into()),
+            Err(problem) => {
+                let names: Vec<_> = woken.iter().map(|vm| vm.name.as_str()).collect();
+                let others = format!("not all were woken; these were: {}", names.join(", "));
+                return Err(anyhow::Error::from(problem).context(others));
+            }
+        }
+    }
+    print::list(output, &arguments::Columns::usual(), woken)
 }
 
 async fn set(

@@ -275,6 +275,7 @@ impl Row for Vm {
             it.linked.as_ref().map(|to| format!("{}, snapshot {}", to.vm, to.snapshot)).into()
         }),
         more("clones", |it| all(it.clones.iter().cloned())),
+        more("suspended-to-ram", |it| Cell::YesNo(it.suspended_to_ram)),
         more("at-next-start", |it| all(it.at_next_start.iter().cloned())),
         more("stopped", |it| it.stopped.as_ref().map(|stopped| word(&stopped.reason)).into()),
     ];

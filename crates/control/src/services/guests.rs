@@ -1,6 +1,6 @@
-//! What is done to guests that run: reboot, reset, pause, unpause.
+//! What is done to guests that run: reboot, reset, pause, unpause, wakeup.
 
-use vmseal_api::host::version::GUEST_CONTROL;
+use vmseal_api::host::version::{GUEST_CONTROL, WAKEUP};
 use vmseal_api::host::{GuestControl, Power};
 use vmseal_api::model::{Task, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -33,7 +33,7 @@ pub async fn reboot(
     begin(services, write, operation, &vm, caller, dry_run).await
 }
 
-/// Pauses, unpauses or resets a guest.
+/// Pauses, unpauses, resets or wakes a guest.
 pub async fn control(
     services: &Services,
     caller: &Caller,
@@ -49,11 +49,20 @@ pub async fn control(
         GuestControl::Pause => ("vm.pause", "vm.paused", "pause the guest"),
         GuestControl::Unpause => ("vm.unpause", "vm.unpaused", "let the guest go on"),
         GuestControl::Reset => ("vm.reset", "vm.reset", "reset the guest"),
+        GuestControl::Wakeup => ("vm.wakeup", "vm.woken", "wake the guest from ACPI S3"),
     };
-    super::features::require(services, &vm, GUEST_CONTROL, "pause or reset guests")?;
-    require_running(services, &vm, true).await?;
+    let wakes = what == GuestControl::Wakeup;
+    let (feature, cannot) = match wakes {
+        true => (WAKEUP, "wake guests"),
+        false => (GUEST_CONTROL, "pause or reset guests"),
+    };
+    super::features::require(services, &vm, feature, cannot)?;
+    require_running(services, &vm, !wakes).await?;
     super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
     if dry_run {
+        if wakes {
+            require_asleep(services, &vm)?;
+        }
         return Ok(Outcome::planned(kind, &vm.name, step.to_owned()));
     }
     agent.control_guest(vm.id, what).await?;
@@ -64,6 +73,18 @@ pub async fn control(
     let state = agent.state_now().await?;
     services.hosts.until_shown(vm.host, &state).await;
     super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
+}
+
+/// Refuses to wake a guest that is awake, as far as its host has said. Only for a plan: the host asks QEMU.
+fn require_asleep(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
+    if services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.suspended_to_ram) {
+        return Ok(());
+    }
+    let name = &vm.name;
+    let detail = format!(
+        "VM '{name}' is not suspended to RAM (ACPI S3): its guest is awake, and there is nothing to wake"
+    );
+    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// Refuses unless the VM runs, or is paused where that is fine.

@@ -106,6 +106,7 @@ fn shown(
         nics: super::nics::shown(nics, seen),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
+        suspended_to_ram: seen.is_some_and(|seen| seen.suspended_to_ram),
         at_next_start,
         key_state: seen.map(|seen| seen.key),
         stopped: seen.and_then(|seen| seen.stopped.clone()).or(vm.seen_stopped),

@@ -76,6 +76,21 @@ pub(super) async fn unpause(
     controlled(&control, &caller, &name, GuestControl::Unpause, &query).await
 }
 
+/// Wakes a guest that is suspended to RAM (ACPI S3). The answer comes when it is awake; `timed-out` says that this is not known. A
+/// guest that is awake, or paused, is refused.
+#[utoipa::path(post, path = "/api/v1/vms/{vm}/wakeup", tag = "vms",
+    params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
+    responses((status = 200, body = VmOrPlan), ProblemResponse))]
+pub(super) async fn wakeup(
+    State(control): State<Arc<Services>>,
+    Authenticated(caller): Authenticated,
+    PathSegment(name): PathSegment,
+    QueryOf(query): QueryOf<DryRunQuery>,
+    OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
+) -> Result<Answer<Json<Vm>>, ProblemResponse> {
+    controlled(&control, &caller, &name, GuestControl::Wakeup, &query).await
+}
+
 async fn controlled(
     control: &Services,
     caller: &Caller,

@@ -81,7 +81,8 @@ pub(super) fn user_routes() -> [(Privilege, Declared); 17] {
                 .with(routes!(guests::reboot), [AsksHost, NeedsState, NeedsKey, StartsTask])
                 .with(routes!(guests::reset), [AsksHost, NeedsState])
                 .with(routes!(guests::pause), [AsksHost, NeedsState])
-                .with(routes!(guests::unpause), [AsksHost, NeedsState]),
+                .with(routes!(guests::unpause), [AsksHost, NeedsState])
+                .with(routes!(guests::wakeup), [AsksHost, NeedsState]),
         ),
         (
             Privilege::VmConfigure,

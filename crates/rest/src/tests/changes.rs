@@ -81,7 +81,7 @@ async fn bad_changes_are_refused_and_change_nothing() {
     api.get("vms?label=%3Dx").await.assert_field("label");
     assert_eq!(api.resources().await, before);
     api.done(api.post("vms/web/stop", json!({ "force": true })).await).await;
-    for what in ["pause", "unpause", "reset", "reboot"] {
+    for what in ["pause", "unpause", "reset", "reboot", "wakeup"] {
         let refused = api.post(&format!("vms/web/{what}"), Value::Null).await;
         let told = refused.assert_problem(409, "wrong-state").body["detail"].to_string();
         assert!(told.contains("vmseal vm start web"), "{told}");
@@ -172,6 +172,47 @@ async fn what_waits_for_the_next_start_is_shown_until_then() {
 }
 
 #[tokio::test]
+async fn a_guest_that_sleeps_is_shown_and_woken() {
+    use vmseal_api::host::HostAgent as _;
+    let api = Api::new().await;
+    api.running().await;
+    let refused = async |path: &str, says: &str| {
+        let answer = api.post(path, Value::Null).await;
+        let told = answer.assert_problem(409, "wrong-state").body["detail"].to_string();
+        assert!(told.contains(says), "{path}: {told}");
+    };
+    let woken = async || {
+        let events = api.get("events?limit=1000").await.body["items"].clone();
+        let kinds = events.as_array().unwrap().iter();
+        kinds.filter(|it| it["kind"] == "vm.woken" && it["target"] == "web").count()
+    };
+    for path in ["vms/web/wakeup", "vms/web/wakeup?dry_run=true"] {
+        refused(path, "is not suspended to RAM").await;
+    }
+    assert!(api.get("vms/web").await.body["suspended_to_ram"].is_null());
+    let vm = api.get("vms/web").await.body["id"].as_str().unwrap().parse().unwrap();
+    api.fixture.agent.falls_asleep(vm);
+    let state = api.fixture.agent.state_now().await.unwrap();
+    api.fixture.hosts.until_shown(api.fixture.host, &state).await;
+    let asleep = api.get("vms/web").await.body;
+    assert_eq!((&asleep["power"], &asleep["suspended_to_ram"]), (&json!("running"), &json!(true)));
+    let planned = api.post("vms/web/wakeup?dry_run=true", Value::Null).await;
+    assert_eq!((planned.status.as_u16(), &planned.body["kind"]), (200, &json!("vm.wakeup")));
+    assert_eq!(api.get("vms/web").await.body["suspended_to_ram"], true, "by a dry run");
+    // A paused guest is not woken.
+    api.post("vms/web/pause", Value::Null).await;
+    refused("vms/web/wakeup", "vmseal vm unpause web").await;
+    api.post("vms/web/unpause", Value::Null).await;
+    assert_eq!(woken().await, 0);
+    let awake = api.post("vms/web/wakeup", Value::Null).await;
+    assert_eq!((awake.status.as_u16(), awake.body["power"].as_str()), (200, Some("running")));
+    assert!(awake.body["suspended_to_ram"].is_null(), "{}", awake.body);
+    assert_eq!(woken().await, 1);
+    refused("vms/web/wakeup", "is not suspended to RAM").await;
+    assert_eq!(woken().await, 1);
+}
+
+#[tokio::test]
 async fn a_policy_that_changes_says_what_its_vms_need() {
     let api = Api::new().await;
     api.running().await;
@@ -245,7 +286,7 @@ async fn a_policy_with_a_provider_can_be_made_plain() {
 async fn hosts_that_cannot_change_vms_that_run_are_not_asked_to() {
     use vmseal_agent::simulated::Call;
     let mut api = Api::new().await;
-    api.fixture.agent.lack_features(&["guest-control", "set-running", "grow-disk"]);
+    api.fixture.agent.lack_features(&["guest-control", "wakeup", "set-running", "grow-disk"]);
     api.fixture.restart(|_| {}).await;
     api.fixture.connected().await;
     let control = Arc::new(api.fixture.services(Recipient::generate().unwrap()));
@@ -255,6 +296,7 @@ async fn hosts_that_cannot_change_vms_that_run_are_not_asked_to() {
     for (path, body) in [
         ("vms/web/pause", Value::Null),
         ("vms/web/reset", Value::Null),
+        ("vms/web/wakeup", Value::Null),
         ("vms/web/disks", disk),
         ("vms/web/nics", json!({ "backend": { "kind": "user" } })),
         ("vms/web/disks/root/resize", json!({ "size": 1 << 22 })),

@@ -170,6 +170,7 @@ fn routes() -> Vec<(&'static str, &'static str, Privilege, String)> {
         ("POST", "/api/v1/vms/{vm}/resume", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/pause", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/unpause", VmPower, ""),
+        ("POST", "/api/v1/vms/{vm}/wakeup", VmPower, ""),
         ("POST", "/api/v1/vms/{vm}/encrypt", Encrypt, ""),
         ("POST", "/api/v1/vms/{vm}/decrypt", Decrypt, ""),
         ("POST", "/api/v1/vms/{vm}/recrypt", Recrypt, ""),

@@ -54,6 +54,10 @@ pub enum Event {
     },
     /// The guest has fallen asleep (ACPI S3).
     GuestAsleep,
+    /// The guest has been woken from that.
+    GuestAwake,
+    /// QEMU has the guest go on that it had stopped, or had not started yet; one that slept may sleep on.
+    Resumed,
     /// The guest has let a device go, and QEMU no longer has it; by its id.
     DeviceDeleted(String),
     /// Another event, by its name.
@@ -121,6 +125,8 @@ fn event(name: String, data: Option<&Value>) -> Event {
             Event::GuestPanicked { stays: action == Some("pause") }
         }
         "SUSPEND" => Event::GuestAsleep,
+        "WAKEUP" => Event::GuestAwake,
+        "RESUME" => Event::Resumed,
         "DEVICE_DELETED" => match data.and_then(|data| data["device"].as_str()) {
             Some(device) => Event::DeviceDeleted(device.to_owned()),
             None => Event::Other(name),

@@ -1,4 +1,4 @@
-//! What is done to a VM that runs: its guest is paused or reset, and it is registered anew, with devices that are
+//! What is done to a VM that runs: its guest is paused, reset or woken, and it is registered anew, with devices that are
 //! plugged in and out.
 //!
 //! A device is on record before QEMU gets it and until QEMU has let it go. When QEMU lacks a device that is on record, the agent
@@ -43,12 +43,13 @@ use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
 use crate::vm::start::set_link;
 
 impl Owner {
-    /// Pauses, unpauses or resets the guest.
+    /// Pauses, unpauses, resets or wakes the guest.
     pub(super) async fn control_guest(&mut self, what: GuestControl) -> Result<(), Problem> {
         let action = match what {
             GuestControl::Pause => Action::Pause,
             GuestControl::Unpause => Action::Unpause,
             GuestControl::Reset => Action::Reset,
+            GuestControl::Wakeup => Action::Wakeup,
         };
         if self.situation().may(action, None)? == Permission::Already {
             return Ok(());
@@ -58,6 +59,7 @@ impl Owner {
             GuestControl::Pause => self.pause().await,
             GuestControl::Unpause => self.unpause().await,
             GuestControl::Reset => self.reset().await,
+            GuestControl::Wakeup => self.wake().await,
         }
     }
 
@@ -125,7 +127,9 @@ impl Owner {
         running.write(&spec)?;
         // QEMU leaves a guest standing still that slept.
         if !running.live.paused && asleep::is_asleep(&running.qmp).await.map_err(internal)? {
-            return panicking::restart(&running.qmp).await.map_err(internal);
+            let restarted = panicking::restart(&running.qmp).await.map_err(internal);
+            self.note_sleep().await;
+            return restarted;
         }
         running.qmp.execute("system_reset", Value::Null).await.map(drop).map_err(internal)
     }
@@ -646,7 +650,7 @@ fn write_or(running: &mut Running, spec: &VmSpec, before: Live) -> Result<(), Pr
     })
 }
 
-fn not_there() -> Problem {
+pub(super) fn not_there() -> Problem {
     internal("a VM that runs has no processes")
 }
 
