@@ -125,7 +125,7 @@ fn two_linked_clones_of_a_running_vm_run_at_once_with_data_of_their_own() {
         "{warned}"
     );
     let refused = here.refused(&["vm", "clone", "web", "one", "--linked"]).unwrap();
-    assert!(refused.contains("for as long as the clone is there"), "{refused}");
+    assert!(refused.contains("has to stay as long as the clone"), "{refused}");
     assert!(refused.contains("then --snapshot NAME"), "{refused}");
     clone(&here, "one");
     clone(&here, "two");
