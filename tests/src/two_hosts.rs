@@ -165,7 +165,10 @@ fn runs_alone(here: &Installation, vm: &str) -> Option<String> {
     let host = shown["host"].as_str()?.to_owned();
     let left = [QEMU, FILTER].iter().flat_map(|it| processes(here, other(&host), it)).count();
     let runs = processes(here, &host, QEMU).len() == 1;
-    (runs && left == 0).then_some(host)
+    // Where its filter has died, whether QEMU takes another one is known some seconds later.
+    let disks_down = here.alarms(vm).ok()?.iter().any(|alarm| alarm["code"] == "disks-down");
+    let served = !processes(here, &host, FILTER).is_empty() && !disks_down;
+    (runs && served && left == 0).then_some(host)
 }
 
 /// What is killed while a VM moves.

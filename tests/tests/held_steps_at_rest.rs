@@ -229,6 +229,8 @@ impl Rest {
         let (mut content, mut data) = (std::fs::read(&image).unwrap(), vec![0; DATA]);
         random.fill(&mut content[NOISE]);
         random.fill(&mut data);
+        // Nothing shows of random data alone that it is encrypted.
+        data[..4096].fill(b'x');
         std::fs::write(&image, &content).unwrap();
         std::fs::write(&filled, &data).unwrap();
         std::fs::create_dir(&to).unwrap();

@@ -159,6 +159,8 @@ impl Replicas {
         let (mut content, mut extra) = (std::fs::read(&image).unwrap(), vec![0; EXTRA]);
         random.fill(&mut content[NOISE]);
         random.fill(&mut extra);
+        // Nothing shows of random data alone that it is encrypted.
+        extra[..4096].fill(b'x');
         std::fs::write(&image, &content).unwrap();
         std::fs::write(&added, &extra).unwrap();
         for name in [SECOND, THIRD, "backups"] {

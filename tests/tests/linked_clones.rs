@@ -126,7 +126,7 @@ fn two_linked_clones_of_a_running_vm_run_at_once_with_data_of_their_own() {
     );
     let refused = here.refused(&["vm", "clone", "web", "one", "--linked"]).unwrap();
     assert!(refused.contains("has to stay as long as the clone"), "{refused}");
-    assert!(refused.contains("then --snapshot NAME"), "{refused}");
+    assert!(refused.contains("give --snapshot NAME"), "{refused}");
     clone(&here, "one");
     clone(&here, "two");
     stop_counting(&mut web);
