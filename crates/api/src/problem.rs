@@ -43,6 +43,8 @@ pub enum ErrorCode {
     Unreachable,
     /// It took longer than its time-out; whether it was done is not known.
     TimedOut,
+    /// The server has too much to do at the moment: the same request may succeed soon.
+    Busy,
     /// The operation was cancelled.
     Cancelled,
     /// This host cannot do what was asked (missing program or kernel feature).
@@ -72,6 +74,7 @@ impl ErrorCode {
             Self::LimitExceeded => 429,
             Self::Internal => 500,
             Self::Unreachable => 502,
+            Self::Busy => 503,
             Self::TimedOut => 504,
             Self::NoSpace => 507,
         }
@@ -97,6 +100,7 @@ impl ErrorCode {
             Self::LimitExceeded => "limit exceeded",
             Self::Unreachable => "no answer",
             Self::TimedOut => "timed out",
+            Self::Busy => "busy: try again",
             Self::Cancelled => "cancelled",
             Self::Unsupported => "not supported on this host",
             Self::Internal => "internal error",

@@ -165,7 +165,7 @@ impl From<ErrorCode> for Exit {
             | ErrorCode::WrongState
             | ErrorCode::InUse
             | ErrorCode::Conflict => Self::Conflict,
-            ErrorCode::Unreachable | ErrorCode::TimedOut => Self::NoAnswer,
+            ErrorCode::Unreachable | ErrorCode::TimedOut | ErrorCode::Busy => Self::NoAnswer,
             ErrorCode::Locked | ErrorCode::KeyMismatch => Self::NoKey,
             ErrorCode::TooLarge
             | ErrorCode::Damaged
@@ -263,6 +263,7 @@ mod tests {
             (ErrorCode::KeyMismatch, Exit::NoKey),
             (ErrorCode::Unreachable, Exit::NoAnswer),
             (ErrorCode::TimedOut, Exit::NoAnswer),
+            (ErrorCode::Busy, Exit::NoAnswer),
             (ErrorCode::Internal, Exit::Failed),
         ] {
             let plain = anyhow::Error::from(Problem::new(code, "why"));

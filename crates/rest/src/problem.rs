@@ -12,6 +12,9 @@ use vmseal_api::request_id;
 /// The media type of problems (RFC 9457).
 const MEDIA_TYPE: &str = "application/problem+json";
 
+/// When a client of a busy server may ask again, in seconds: it has waited for [`ErrorCode::Busy`] long enough.
+const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
+
 /// The answer of a handler that refuses or fails.
 #[derive(Debug)]
 pub(crate) struct ProblemResponse(pub Problem);
@@ -33,6 +36,9 @@ impl IntoResponse for ProblemResponse {
         if self.0.code == ErrorCode::Unauthenticated {
             let scheme = HeaderValue::from_static("Bearer realm=\"vmseal\"");
             response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+        }
+        if self.0.code == ErrorCode::Busy {
+            response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER);
         }
         response
     }
@@ -57,4 +63,20 @@ pub(crate) fn schemas() -> Vec<(String, RefOr<utoipa::openapi::Schema>)> {
     let mut schemas = vec![(Problem::name().into_owned(), Problem::schema())];
     Problem::schemas(&mut schemas);
     schemas
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_server_says_when_to_ask_again() {
+        for (code, status, again) in
+            [(ErrorCode::Busy, 503, true), (ErrorCode::Internal, 500, false)]
+        {
+            let answer = ProblemResponse(Problem::new(code, "why")).into_response();
+            assert_eq!(answer.status().as_u16(), status);
+            assert_eq!(answer.headers().contains_key(header::RETRY_AFTER), again, "{code:?}");
+        }
+    }
 }

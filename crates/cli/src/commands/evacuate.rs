@@ -4,9 +4,9 @@ use std::io::IsTerminal;
 
 use vmseal_api::client::ServerClient;
 use vmseal_api::model::{Host, Plan, Vm};
-use vmseal_api::problem::ErrorCode;
 use vmseal_api::request::EvacuateVm;
 
+use super::reconnect::is_temporary;
 use super::{confirm, task};
 use crate::arguments::{DryRun, Output, Wait};
 use crate::exit::{self, Ended, Exit};
@@ -112,11 +112,7 @@ async fn look(server: &ServerClient, host: &Host, request: &EvacuateVm) -> anyho
         match server.try_post(&path(&vm.name), request).await {
             Ok(planned) => looked.add(vm.name, planned),
             // Of the server itself.
-            Err(problem)
-                if matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut) =>
-            {
-                return Err(problem.into());
-            }
+            Err(problem) if is_temporary(&problem) => return Err(problem.into()),
             Err(problem) => {
                 looked.stay += 1;
                 looked.plan.warnings.push(format!("VM '{}' stays: {problem}", vm.name));

@@ -1,4 +1,4 @@
-//! Retries while the server restarts.
+//! Retries while the server restarts, or is busy.
 
 use std::time::Duration;
 
@@ -27,23 +27,36 @@ pub const DEFAULT: Retry = Retry {
     longest: Duration::from_secs(5),
 };
 
-/// Repeats a request across restarts of the server. Reports when the server does not answer, and when it does again.
+/// Repeats a request across restarts of the server. Reports when the server does not answer, and when it does again. A server that
+/// answers other requests, and never this one, is given up like one that does not answer.
 ///
 /// # Errors
 /// The server's refusal, or the last problem if it does not answer in time.
 pub async fn across<T>(
     server: &ServerClient,
-    mut ask: impl AsyncFnMut() -> Result<T, Problem>,
+    ask: impl AsyncFnMut() -> Result<T, Problem>,
 ) -> Result<T, Problem> {
+    across_within(DEFAULT, ask, async || answers(server).await).await
+}
+
+/// The same, with what finds out whether the server answers.
+async fn across_within<T>(
+    retry: Retry,
+    mut ask: impl AsyncFnMut() -> Result<T, Problem>,
+    answers: impl AsyncFn() -> Result<(), Problem>,
+) -> Result<T, Problem> {
+    let mut end = None;
     loop {
-        match ask().await {
-            Err(problem) if is_temporary(&problem) => {
-                print::say(format_args!("{problem}: asking again for {}", within()));
-                until_answer(DEFAULT, problem, async || answers(server).await).await?;
-                print::say("the server answers again");
-            }
+        let problem = match ask().await {
+            Err(problem) if is_temporary(&problem) => problem,
             answer => return answer,
+        };
+        if Instant::now() >= *end.get_or_insert_with(|| Instant::now() + retry.timeout) {
+            return Err(problem);
         }
+        print::say(format_args!("{problem}: asking again for {}", within()));
+        until_answer(retry, problem, &answers).await?;
+        print::say("the server answers again");
     }
 }
 
@@ -80,7 +93,7 @@ pub fn within() -> String {
 
 /// Whether a later request may succeed.
 pub fn is_temporary(problem: &Problem) -> bool {
-    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut)
+    matches!(problem.code, ErrorCode::Unreachable | ErrorCode::TimedOut | ErrorCode::Busy)
 }
 
 /// Asks until there is an answer; `lost` is the first problem.
@@ -164,6 +177,27 @@ mod tests {
             assert_eq!(told.await.map_err(|problem| problem.code), refusal.map_or(Ok(2), Err));
             assert_eq!(asked.get(), 2);
         }
+    }
+
+    /// The server answers whether it is there, and is too busy for more.
+    #[tokio::test]
+    async fn a_busy_server_is_asked_again_and_not_for_ever() {
+        let busy = || Problem::new(ErrorCode::Busy, "too much to do");
+        let mut asked = 0;
+        let answer = across_within(
+            SHORT,
+            async || {
+                asked += 1;
+                if asked < 3 { Err(busy()) } else { Ok(asked) }
+            },
+            async || Ok(()),
+        );
+        assert_eq!(answer.await.unwrap(), 3);
+
+        let began = Instant::now();
+        let never = across_within(SHORT, async || Err::<(), _>(busy()), async || Ok(()));
+        assert_eq!(never.await.unwrap_err().code, ErrorCode::Busy);
+        assert!(began.elapsed() >= SHORT.timeout, "{:?}", began.elapsed());
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use vmseal_api::request::SetTask;
 use super::follow::Changes;
 use super::list;
 use super::progress::Progress;
-use super::reconnect::{self, across, answers, is_temporary, until_answer, within};
+use super::reconnect::{self, across, is_temporary, until_answer, within};
 use crate::arguments::{self, DryRun, Output, Wait};
 use crate::exit::{self, Ended, Exit, FailedTask, FailedTasks};
 use crate::print::{self, plan};
@@ -310,7 +310,7 @@ fn is_open(task: &Task) -> bool {
     task.state.is_open()
 }
 
-/// Follows tasks to their ends, across restarts of the server.
+/// Follows tasks to their ends, across restarts of the server, and while it is busy.
 async fn to_ends(
     server: &ServerClient,
     followed: &mut Followed,
@@ -328,7 +328,10 @@ async fn to_ends(
         }
         progress.say(&format!("{problem}: asking again for {}", within()));
         followed.away = Some(problem.clone());
-        let ask = async || answers(server).await;
+        // What is asked for is what is waited for: a busy server may answer other requests sooner.
+        let open = followed.tasks.iter().find(|task| is_open(task));
+        let path = open.map_or_else(|| "changes".to_owned(), |task| format!("tasks/{}", task.id));
+        let ask = async || server.get::<serde_json::Value>(&path).await.map(drop);
         until_answer(reconnect::DEFAULT, problem, ask).await.map_err(|last| lost(&last, &ids))?;
         followed.away = None;
         progress.say("the server answers again");
@@ -443,11 +446,12 @@ mod tests {
 
     #[test]
     fn a_lost_server_is_an_unknown_outcome_with_advice() {
-        let away = Problem::new(ErrorCode::Unreachable, "nobody is there");
-        let error = lost(&away, "1 2");
-        assert_eq!(Exit::of(&error), Exit::OutcomeUnknown);
-        let said = error.to_string();
-        assert!(said.contains("2m") && said.contains("vmseal task wait 1 2"), "{said}");
+        for code in [ErrorCode::Unreachable, ErrorCode::Busy] {
+            let error = lost(&Problem::new(code, "nobody is there"), "1 2");
+            assert_eq!(Exit::of(&error), Exit::OutcomeUnknown);
+            let said = error.to_string();
+            assert!(said.contains("2m") && said.contains("vmseal task wait 1 2"), "{said}");
+        }
         let other = Problem::new(ErrorCode::Unauthenticated, "another server");
         assert_eq!(Exit::of(&lost(&other, "1")), Exit::NotPermitted);
     }

@@ -301,7 +301,8 @@ impl Providers {
     ) -> Result<SecretBytes, Problem> {
         let passphrase = self.passphrase_for(name, given)?;
         check_new_passphrase(&passphrase, "passphrase")?;
-        match providers::find(&mut *self.store.read().await?, name).await? {
+        let known = providers::find(&mut *self.store.read().await?, name).await?;
+        match known {
             Some(_) => Err(StoreError::Taken(format!("a provider '{name}'")).into()),
             None => Ok(passphrase),
         }

@@ -48,7 +48,8 @@ impl Providers {
 
     /// Refuses a backup of a provider that exists here.
     pub(super) async fn check_not_here(&self, id: ProviderId) -> Result<(), Problem> {
-        match providers::find(&mut *self.store.read().await?, &id.to_string()).await? {
+        let known = providers::find(&mut *self.store.read().await?, &id.to_string()).await?;
+        match known {
             None => Ok(()),
             Some(known) => {
                 let detail =

@@ -141,9 +141,11 @@ async fn change_pace(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::ManageTasks)?;
     let task = services.engine.check_change_pace(id, change).await?;
-    if let Some(vm) = task.operation.vm()
-        && let Some(vm) = vms::get(&mut *services.store.read().await?, vm).await?
-    {
+    let vm = match task.operation.vm() {
+        Some(vm) => vms::get(&mut *services.store.read().await?, vm).await?,
+        None => None,
+    };
+    if let Some(vm) = vm {
         let (feature, cannot) = match task.operation.is_migration() {
             true => (MIGRATE_RATE, "change the rate of a migration that is under way"),
             false if matches!(task.operation, Operation::ProveVm { .. }) => {

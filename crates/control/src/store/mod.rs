@@ -54,7 +54,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::changes::{Changes, Kinds, Numbers, Written};
 
-/// The number of connections that read; a request needs one for some milliseconds.
+/// The number of connections that read; a request needs one for some milliseconds. All are opened with the inventory and
+/// stay open: a request does not wait for a thread to start and a file to open.
 const READERS: u32 = 4;
 
 /// How long a request waits for a connection before it fails.
@@ -92,25 +93,42 @@ impl StoreError {
     /// Whether a retry may succeed: the disk is full, fails, or is busy.
     #[must_use]
     pub fn may_pass(&self) -> bool {
-        match self {
-            Self::Database(sqlx::Error::PoolTimedOut | sqlx::Error::Io(_)) => true,
-            Self::Database(sqlx::Error::Database(error)) => {
-                let code = error.code().and_then(|code| code.parse::<u32>().ok());
-                // The lowest byte is the primary code (sqlite.org/rescode.html).
-                code.is_some_and(|code| SQLITE_MAY_PASS.contains(&(code & 0xff)))
-            }
-            _ => false,
-        }
+        let is_io = matches!(self, Self::Database(sqlx::Error::Io(_)));
+        is_io || self.is_busy() || self.sqlite_code().is_some_and(|it| SQLITE_FAILS.contains(&it))
+    }
+
+    /// Whether nothing is wrong but that there was no connection, or no lock, in time.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Self::Database(sqlx::Error::PoolTimedOut))
+            || self.sqlite_code().is_some_and(|it| SQLITE_BUSY.contains(&it))
+    }
+
+    /// SQLite's primary result code: the lowest byte of what it returns (sqlite.org/rescode.html).
+    fn sqlite_code(&self) -> Option<u32> {
+        let Self::Database(sqlx::Error::Database(error)) = self else { return None };
+        error.code()?.parse::<u32>().ok().map(|code| code & 0xff)
     }
 }
 
-/// SQLite's BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN.
-const SQLITE_MAY_PASS: [u32; 6] = [5, 6, 7, 10, 13, 14];
+/// SQLite's BUSY, LOCKED.
+const SQLITE_BUSY: [u32; 2] = [5, 6];
+
+/// SQLite's NOMEM, IOERR, FULL, CANTOPEN.
+const SQLITE_FAILS: [u32; 4] = [7, 10, 13, 14];
 
 impl From<StoreError> for Problem {
     fn from(error: StoreError) -> Self {
         match error {
             StoreError::Taken(_) => Problem::new(ErrorCode::AlreadyExists, error.to_string()),
+            error if error.is_busy() => {
+                tracing::warn!(%error, "the inventory is busy");
+                let wait = ACQUIRE_TIMEOUT.as_secs();
+                let detail = format!(
+                    "the server is busy: its inventory could not be used within {wait} seconds. Try again"
+                );
+                Problem { inventory: true, ..Problem::new(ErrorCode::Busy, detail) }
+            }
             error => Problem { inventory: error.may_pass(), ..crate::internal(&error) },
         }
     }
@@ -147,8 +165,15 @@ impl Store {
             .synchronous(SqliteSynchronous::Full)
             .foreign_keys(true)
             .busy_timeout(ACQUIRE_TIMEOUT);
+        // A connection is a thread of this process, which cannot go away while it is idle: it is neither asked before each use
+        // whether it is there, nor closed because of its age.
         let pool = |connections| {
-            SqlitePoolOptions::new().max_connections(connections).acquire_timeout(ACQUIRE_TIMEOUT)
+            SqlitePoolOptions::new()
+                .max_connections(connections)
+                .acquire_timeout(ACQUIRE_TIMEOUT)
+                .test_before_acquire(false)
+                .idle_timeout(None::<Duration>)
+                .max_lifetime(None::<Duration>)
         };
         let written = Written::default();
         let watched = written.clone();
@@ -159,6 +184,11 @@ impl Store {
         let writer = writer.connect_with(options.clone()).await?;
         sqlx::migrate!().run(&writer).await?;
         let readers = pool(READERS).connect_with(options.pragma("query_only", "on")).await?;
+        let mut opened = Vec::new();
+        for _ in 0..READERS {
+            opened.push(readers.acquire().await?);
+        }
+        drop(opened);
         let (events, changes) = (watch::Sender::new(0), Changes::begin());
         let store = Self { writer, readers, events, changes, written };
         let last = events::last(&mut *store.read().await?).await?;
@@ -166,7 +196,8 @@ impl Store {
         Ok(store)
     }
 
-    /// A connection for reading.
+    /// A connection for reading. There are few: do not wait for anything else while you have one, nor for another one. The
+    /// head of a `match`, an `if let` or a loop keeps its temporary values to the end: read in a statement before it.
     ///
     /// # Errors
     /// [`StoreError::Database`].
@@ -319,6 +350,8 @@ fn unsigned(value: i64, expected: &'static str) -> Result<u64, StoreError> {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt;
+
     use super::*;
 
     #[tokio::test]
@@ -378,5 +411,81 @@ mod tests {
             sqlx::query("INSERT INTO alarms (source) VALUES ('x')").execute(&mut *write).await;
         assert!(!StoreError::from(error.unwrap_err()).may_pass());
         assert!(!StoreError::Taken("a name".to_owned()).may_pass());
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_is_free_is_there_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("db")).await.unwrap();
+        assert_eq!(store.readers.size(), READERS, "not all are open");
+        let all = READERS as usize;
+        // Those that were used come back by tasks of their own.
+        while store.readers.num_idle() < all {
+            tokio::task::yield_now().await;
+        }
+        let taken: Vec<_> = (0..all).map(|_| store.read().now_or_never()).collect();
+        assert!(taken.iter().all(Option::is_some), "it waits for another thread");
+    }
+
+    #[tokio::test]
+    async fn a_busy_inventory_is_told_as_such() {
+        let busy = StoreError::from(sqlx::Error::PoolTimedOut);
+        assert!(busy.is_busy() && busy.may_pass());
+        let problem = Problem::from(busy);
+        assert_eq!((problem.code, problem.status), (ErrorCode::Busy, 503));
+        assert!(problem.inventory && problem.detail.contains("Try again"), "{problem}");
+
+        // SQLITE_BUSY: another process has the lock of the file.
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("db");
+        let store = Store::open(&file).await.unwrap();
+        let _write = store.write().await.unwrap();
+        let other = SqliteConnectOptions::new().filename(&file).busy_timeout(Duration::ZERO);
+        let other = SqlitePoolOptions::new().connect_with(other).await.unwrap();
+        let locked = other.begin_with("BEGIN IMMEDIATE").await.err().unwrap();
+        let locked = StoreError::from(locked);
+        assert!(locked.is_busy(), "{locked}");
+        assert_eq!(Problem::from(locked).code, ErrorCode::Busy);
+    }
+
+    /// The beginnings of statements that keep the temporary values of their heads until their ends.
+    const KEEPING: [&str; 5] = ["for ", "while let ", "if let ", "} else if let ", "match "];
+
+    /// Where a statement of this kind has a connection in its head.
+    fn held(file: &Path) -> Vec<String> {
+        let source = std::fs::read_to_string(file).unwrap();
+        let lines: Vec<&str> = source.lines().map(str::trim).collect();
+        let keeps = |line: &str| {
+            let within = line.contains(" match ") && !line.starts_with("//");
+            within || KEEPING.iter().any(|head| line.starts_with(head))
+        };
+        let mut found = Vec::new();
+        for (at, _) in lines.iter().enumerate().filter(|(_, line)| keeps(line)) {
+            let rest = &lines[at..];
+            let end = rest.iter().position(|line| line.ends_with(['{', ';', '}']));
+            let head = rest[..=end.unwrap_or(0)].concat();
+            if [".read().await", ".write().await"].iter().any(|taken| head.contains(taken)) {
+                found.push(format!("{}:{}: {head}", file.display(), at + 1));
+            }
+        }
+        found
+    }
+
+    fn sources(directory: &Path) -> Vec<std::path::PathBuf> {
+        let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+        let (directories, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
+        let mut found: Vec<_> = directories.iter().flat_map(|within| sources(within)).collect();
+        found
+            .extend(files.into_iter().filter(|path| path.extension().is_some_and(|it| it == "rs")));
+        found
+    }
+
+    /// A loop over what was read would keep one of the few connections while it asks hosts and key servers.
+    #[test]
+    fn no_statement_keeps_a_connection_in_its_head() {
+        let sources = sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+        assert!(sources.len() > 100, "{} files", sources.len());
+        let held: Vec<_> = sources.iter().flat_map(|file| held(file)).collect();
+        assert!(held.is_empty(), "{held:#?}");
     }
 }

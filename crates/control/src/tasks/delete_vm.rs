@@ -116,7 +116,8 @@ pub(super) async fn delete_disks(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Removes its core dumps: no key opens them any more when it is deleted.
 async fn delete_dumps(run: &Run<'_>, vm: &vms::Vm, agent: &dyn HostAgent) -> Result<(), StepError> {
-    for dump in dumps::of_vm(&mut *run.store().read().await?, vm.id).await? {
+    let known = dumps::of_vm(&mut *run.store().read().await?, vm.id).await?;
+    for dump in known {
         absent_is_fine(agent.discard_dump(vm.id, dump.id).await)?;
     }
     // The inventory may not have those yet that the host has written by itself.

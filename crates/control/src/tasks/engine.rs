@@ -94,7 +94,8 @@ impl Engine {
     /// # Errors
     /// [`StoreError`].
     pub async fn resume(self: &Arc<Self>) -> Result<(), StoreError> {
-        for task in tasks::open(&mut *self.environment.context.store.read().await?).await? {
+        let open = tasks::open(&mut *self.environment.context.store.read().await?).await?;
+        for task in open {
             self.spawn(task, true);
         }
         Ok(())

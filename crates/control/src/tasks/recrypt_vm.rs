@@ -207,7 +207,8 @@ pub(super) async fn make_key(run: &Run<'_>) -> Result<KeyReference, StepError> {
     let vm = run.vm().await?;
     let (_, provider) = order(run)?;
     let task = run.task.id;
-    if let Some(made) = keys::of_task(&mut *run.store().read().await?, task).await? {
+    let made = keys::of_task(&mut *run.store().read().await?, task).await?;
+    if let Some(made) = made {
         return Ok(made);
     }
     let (key, kek) = run.context.providers.get(provider)?.create_key(vm.id, task.0).await?;

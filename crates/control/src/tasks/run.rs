@@ -153,7 +153,9 @@ pub(super) fn wrong_state(detail: String) -> StepError {
 
 impl From<Problem> for StepError {
     fn from(problem: Problem) -> Self {
-        if is_silence(&problem) { Self::Again(problem) } else { Self::Final(problem) }
+        // Another control plane that is busy; this one's inventory is waited for as such.
+        let is_busy = problem.code == ErrorCode::Busy && !problem.inventory;
+        if is_silence(&problem) || is_busy { Self::Again(problem) } else { Self::Final(problem) }
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::problem::ErrorCode::{
-    AlreadyExists, Cancelled, Conflict, Damaged, Forbidden, InUse, Internal, InvalidRequest,
+    AlreadyExists, Busy, Cancelled, Conflict, Damaged, Forbidden, InUse, Internal, InvalidRequest,
     KeyMismatch, LimitExceeded, Locked, NoSpace, NotFound, TimedOut, Unauthenticated, Unreachable,
     Unsupported, WrongState,
 };
@@ -75,7 +75,7 @@ impl Cause {
     pub(super) fn codes(self) -> &'static [ErrorCode] {
         match self {
             Self::Itself => &[],
-            Self::Inventory => &[Internal],
+            Self::Inventory => &[Internal, Busy],
             Self::Names => &[NotFound],
             Self::TakesName => &[AlreadyExists],
             Self::NeedsState | Self::StartsTask => &[WrongState],
@@ -150,7 +150,7 @@ impl Cause {
                 TimedOut,
                 Internal,
             ],
-            Self::JoinsHost => &[Unauthenticated, Unsupported, TimedOut, Internal],
+            Self::JoinsHost => &[Unauthenticated, Unsupported, TimedOut, Internal, Busy],
         }
     }
 }

@@ -41,7 +41,8 @@ fn of_form(method: &str, path: &str, operation: &Value) -> Vec<ErrorCode> {
     if !open {
         codes.extend([ErrorCode::Unauthenticated, ErrorCode::Forbidden]);
         // Of connections. All of them are looked for in the inventory, and have a time.
-        codes.extend([ErrorCode::LimitExceeded, ErrorCode::Internal, ErrorCode::TimedOut]);
+        codes.extend([ErrorCode::LimitExceeded, ErrorCode::TimedOut]);
+        codes.extend([ErrorCode::Internal, ErrorCode::Busy]);
     }
     let has_parameters = operation["parameters"].as_array().is_some_and(|all| !all.is_empty());
     // What changes something refuses parameters that it does not have.
@@ -145,6 +146,8 @@ mod tests {
             ("get", "vms/{vm}/disks/{disk}/bitmaps", "409", "wrong-state"),
             ("get", "hosts/{host}/log-level", "422", "unsupported"),
             ("get", "vms/{vm}/console", "429", "limit-exceeded"),
+            ("get", "tasks/{task}", "503", "busy"),
+            ("post", "hosts/join", "503", "busy"),
             ("post", "hosts/join", "401", "unauthenticated"),
             ("post", "providers/{provider}/unlock", "422", "key-mismatch"),
         ] {

@@ -204,7 +204,8 @@ impl KmipProvider {
     /// The inventory's.
     pub(super) async fn catch_up(&self) -> Result<Vec<PendingDestruction>, Problem> {
         let (mut pending, mut silent) = (Vec::new(), Silent::default());
-        for noted in key_requests::abandoned(&mut *self.store.read().await?, self.id).await? {
+        let abandoned = key_requests::abandoned(&mut *self.store.read().await?, self.id).await?;
+        for noted in abandoned {
             if self.is_on_trial(noted.request) {
                 continue;
             }
