@@ -12,8 +12,8 @@ use vmseal_api::request_id;
 /// The media type of problems (RFC 9457).
 const MEDIA_TYPE: &str = "application/problem+json";
 
-/// When a client of a busy server may ask again, in seconds: it has waited for [`ErrorCode::Busy`] long enough.
-const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
+/// After how many seconds a client of a busy server may ask again. Few: the request has waited before it was refused.
+const RETRY_AFTER: &str = "1";
 
 /// The answer of a handler that refuses or fails.
 #[derive(Debug)]
@@ -38,7 +38,8 @@ impl IntoResponse for ProblemResponse {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
         }
         if self.0.code == ErrorCode::Busy {
-            response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER);
+            let pause = HeaderValue::from_static(RETRY_AFTER);
+            response.headers_mut().insert(header::RETRY_AFTER, pause);
         }
         response
     }
