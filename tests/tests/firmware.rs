@@ -84,7 +84,10 @@ fn runs_on_huge_pages(here: &Installation) {
     if pages.before == 0 {
         for dry in [&["--dry-run"][..], &[]] {
             let said = here.refused(&[&["vm", "start", "second"], dry].concat()).unwrap();
-            assert!(said.contains("needed: 16; those that this host has: 0."), "{said}");
+            assert!(
+                said.contains("needed: 16; those that are free on this host now: 0."),
+                "{said}"
+            );
         }
     }
     here.vmseal(&["vm", "stop", "first", "--force"]).unwrap();

@@ -48,6 +48,7 @@ pub use host::join::{JoinError, JoinOptions, JoinedAs, join};
 pub use host::{AgentOptions, RealHost};
 pub use hypervisor::accelerator::Choice as AcceleratorChoice;
 pub use hypervisor::firmware::DIRECTORY as FIRMWARE_DIRECTORY;
+pub use hypervisor::tpm::PROGRAM as SWTPM;
 pub use vm::{DISK_STALL, FILTER_RESTART_TIMEOUT};
 
 /// Why an agent ended.

@@ -27,8 +27,8 @@ pub async fn drive(agent: &dyn HostAgent, session: &Session) {
         ..session.spec.clone()
     };
     let code = ErrorCode::InvalidRequest;
-    done(agent.examine_hardware(hardware(Some(&first), &[])).await, "examining a medium");
-    let examined = agent.examine_hardware(hardware(Some(&missing), &[])).await;
+    done(agent.examine_hardware(hardware(Some(&first), &[]), None).await, "examining a medium");
+    let examined = agent.examine_hardware(hardware(Some(&missing), &[]), None).await;
     refused(examined, code, "a medium that is not there");
     let facts = done(agent.measure_medium(vm, first.clone()).await, "measuring a medium");
     assert_eq!(facts.bytes, 4096);

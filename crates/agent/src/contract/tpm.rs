@@ -49,7 +49,7 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     ] {
         refused(agent.register_vm(spec).await, ErrorCode::InvalidRequest, what);
     }
-    done(agent.examine_hardware(hardware.clone()).await, "examining a TPM");
+    done(agent.examine_hardware(hardware.clone(), None).await, "examining a TPM");
     done(agent.register_vm(with(&hardware, Some(&disk))).await, "registering a TPM");
     let from_image = session.create(agent, disk.disk, image(&session.fixture.image)).await;
     refused(from_image, ErrorCode::InvalidRequest, "a TPM's disk from an image");

@@ -259,8 +259,20 @@ async fn survey_datastore(State(agent): State<Agent>, request: Body) -> Answer<R
     json(&agent.survey_datastore(body(request).await?).await?)
 }
 
-async fn examine_hardware(State(agent): State<Agent>, request: Body) -> Answer<Response> {
-    agent.examine_hardware(body(request).await?).await?;
+/// A server of an earlier version does not say how much memory the VM has.
+#[derive(Deserialize)]
+struct HardwareQuery {
+    memory: Option<u64>,
+}
+
+async fn examine_hardware(
+    State(agent): State<Agent>,
+    query: Result<Query<HardwareQuery>, axum::extract::rejection::QueryRejection>,
+    request: Body,
+) -> Answer<Response> {
+    let Query(query) =
+        query.map_err(|error| Problem::new(ErrorCode::InvalidRequest, error.body_text()))?;
+    agent.examine_hardware(body(request).await?, query.memory).await?;
     done()
 }
 

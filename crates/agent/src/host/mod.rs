@@ -401,9 +401,13 @@ impl HostAgent for RealHost {
         Ok(condition)
     }
 
-    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
+    async fn examine_hardware(
+        &self,
+        hardware: Hardware,
+        memory: Option<u64>,
+    ) -> Result<(), Problem> {
         let Shared { qemu, firmware, swtpm, accelerator, .. } = &*self.shared;
-        hardware::examine(&hardware, qemu, firmware, swtpm, accelerator.kind)?;
+        hardware::examine(&hardware, memory, qemu, firmware, swtpm, accelerator.kind)?;
         medium::open(&hardware, &self.shared.transfer).await.map(drop)
     }
 

@@ -14,12 +14,13 @@ use super::tpm::Swtpm;
 /// What the kernel says of its huge pages of 2 MiB.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Checks that this host can run such a machine at all.
+/// Checks that this host can run such a machine at all, with so much memory where that is known.
 ///
 /// # Errors
 /// `unsupported`, with the field, what is missing, and how to get it.
 pub fn examine(
     hardware: &Hardware,
+    memory: Option<u64>,
     qemu: &Qemu,
     firmware: &FirmwareFiles,
     swtpm: &Swtpm,
@@ -43,7 +44,7 @@ pub fn examine(
     }
     match hardware.memory_backing {
         MemoryBacking::Pages => Ok(()),
-        MemoryBacking::Hugepages => set_aside(Path::new(HUGE_PAGES), HUGE_PAGE, "nr_hugepages")
+        MemoryBacking::Hugepages => check_pool(Path::new(HUGE_PAGES), memory)
             .map_err(unsupported)
             .map_err(of("memory_backing")),
     }
@@ -56,7 +57,7 @@ pub fn examine(
 pub fn check_memory(hardware: &Hardware, memory: u64) -> Result<(), Problem> {
     match hardware.memory_backing {
         MemoryBacking::Pages => Ok(()),
-        MemoryBacking::Hugepages => set_aside(Path::new(HUGE_PAGES), memory, "free_hugepages")
+        MemoryBacking::Hugepages => set_aside(Path::new(HUGE_PAGES), memory, Count::Free)
             .map_err(|what| Problem::new(ErrorCode::NoSpace, what)),
     }
 }
@@ -82,9 +83,35 @@ fn check_model(model: &str, known: &[String], accelerator: AcceleratorKind) -> R
     ))
 }
 
-/// Whether so much memory is set aside as huge pages, by one of the kernel's counts.
-fn set_aside(pages: &Path, memory: u64, count: &str) -> Result<(), String> {
-    let found: u64 = std::fs::read_to_string(pages.join(count))
+/// Which huge pages count.
+#[derive(Clone, Copy)]
+enum Count {
+    /// All that are set aside: other VMs may have them now, and give them back when they stop.
+    All,
+    /// Those that nobody has.
+    Free,
+}
+
+impl Count {
+    /// The kernel's name of it, and what it says.
+    fn of(self) -> (&'static str, &'static str) {
+        match self {
+            Self::All => ("nr_hugepages", "those that this host has in all"),
+            Self::Free => ("free_hugepages", "those that are free on this host now"),
+        }
+    }
+}
+
+/// Checks that a VM with so much memory could ever start: the host has so many huge pages, free or not. At least one where the memory is
+/// not known.
+fn check_pool(pages: &Path, memory: Option<u64>) -> Result<(), String> {
+    set_aside(pages, memory.unwrap_or(HUGE_PAGE), Count::All)
+}
+
+/// Whether so much memory is set aside as huge pages.
+fn set_aside(pages: &Path, memory: u64, count: Count) -> Result<(), String> {
+    let (name, which) = count.of();
+    let found: u64 = std::fs::read_to_string(pages.join(name))
         .ok()
         .and_then(|text| text.trim().parse().ok())
         .unwrap_or(0);
@@ -93,7 +120,7 @@ fn set_aside(pages: &Path, memory: u64, count: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "huge pages of 2 MiB that are needed: {needed}; those that this host has: {found}. Set more aside (sysctl vm.nr_hugepages=NUMBER), or leave out huge pages"
+        "huge pages of 2 MiB that are needed: {needed}; {which}: {found}. Set more aside (sysctl vm.nr_hugepages=NUMBER), or leave out huge pages"
     ))
 }
 
@@ -122,10 +149,23 @@ mod tests {
     #[test]
     fn huge_pages_that_are_not_set_aside_are_missed() {
         let pages = tempfile::tempdir().unwrap();
-        let refused = set_aside(pages.path(), 64 << 20, "free_hugepages").unwrap_err();
-        assert!(refused.contains("needed: 32;") && refused.contains("has: 0."), "{refused}");
+        let refused = set_aside(pages.path(), 64 << 20, Count::Free).unwrap_err();
+        assert!(refused.contains("needed: 32;") && refused.contains("now: 0."), "{refused}");
         std::fs::write(pages.path().join("free_hugepages"), "32\n").unwrap();
-        set_aside(pages.path(), 64 << 20, "free_hugepages").unwrap();
-        assert!(set_aside(pages.path(), 66 << 20, "free_hugepages").is_err());
+        set_aside(pages.path(), 64 << 20, Count::Free).unwrap();
+        assert!(set_aside(pages.path(), 66 << 20, Count::Free).is_err());
+    }
+
+    #[test]
+    fn a_host_with_too_few_huge_pages_in_all_is_refused_and_not_one_whose_pages_are_in_use() {
+        let pages = tempfile::tempdir().unwrap();
+        std::fs::write(pages.path().join("free_hugepages"), "0\n").unwrap();
+        std::fs::write(pages.path().join("nr_hugepages"), "32\n").unwrap();
+        check_pool(pages.path(), Some(64 << 20)).unwrap();
+        let refused = check_pool(pages.path(), Some(66 << 20)).unwrap_err();
+        assert!(refused.contains("needed: 33;") && refused.contains("in all: 32."), "{refused}");
+        check_pool(pages.path(), None).unwrap();
+        std::fs::write(pages.path().join("nr_hugepages"), "0\n").unwrap();
+        assert!(check_pool(pages.path(), None).is_err(), "it has none");
     }
 }

@@ -10,7 +10,7 @@ use vmseal_api::datastore::{
 };
 use vmseal_api::filter::{BitmapChange, BitmapStatus, ReplicaStatus};
 use vmseal_api::guest::{GuestAnswer, GuestCommand};
-use vmseal_api::hardware::Hardware;
+use vmseal_api::hardware::{HUGE_PAGE, Hardware, MemoryBacking};
 use vmseal_api::host::backup::{BackupManifest, BackupPlace};
 use vmseal_api::host::survey::DatastoreSurvey;
 use vmseal_api::host::{
@@ -24,6 +24,7 @@ use vmseal_api::id::{DiskId, DumpId, Incarnation, TaskId, VmId};
 use vmseal_api::log_level::LogLevel;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::size::Size;
 use vmseal_api::usage::HostUsage;
 use vmseal_luks::Facts;
 
@@ -494,11 +495,24 @@ impl HostAgent for SimulatedHost {
         self.call(Call::MeasureDatastore, |inside| Ok(inside.condition(&spec)))
     }
 
-    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
+    async fn examine_hardware(
+        &self,
+        hardware: Hardware,
+        memory: Option<u64>,
+    ) -> Result<(), Problem> {
+        let huge = match hardware.memory_backing {
+            MemoryBacking::Pages => 0,
+            MemoryBacking::Hugepages => memory.unwrap_or(HUGE_PAGE),
+        };
         self.call(Call::ExamineHardware, |inside| match &hardware.cpu_model {
             _ if hardware.tpm && inside.lacks_swtpm => {
                 let what = "swtpm: not found. VMs get their TPMs from swtpm: install it";
                 let field = Some("tpm".to_owned());
+                Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
+            }
+            _ if huge > inside.huge_pages => {
+                let what = format!("there are {} of huge pages in all", Size(inside.huge_pages));
+                let field = Some("memory_backing".to_owned());
                 Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
             }
             Some(model) if model.starts_with("missing") => {

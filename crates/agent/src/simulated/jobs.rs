@@ -73,6 +73,12 @@ impl Inside {
         self.ready_for_memory(vm, job)?;
         self.ready_for_backups(vm, job)?;
         self.ready_to_copy(vm, job)?;
+        if let JobSpec::Dump(job) = job
+            && self.full
+            && !self.persisted.dumps.contains_key(&job.dump)
+        {
+            return Err(Problem::new(ErrorCode::NoSpace, "the simulated host is full"));
+        }
         let export = match job {
             JobSpec::Mirror(mirror) => return self.ready_to_mirror(vm, task, mirror),
             JobSpec::Convert(job) => return self.ready_to_convert(vm, job),

@@ -334,6 +334,8 @@ struct Inside {
     full: bool,
     /// Whether there is no swtpm.
     lacks_swtpm: bool,
+    /// How much memory is set aside as huge pages, in bytes.
+    huge_pages: u64,
     /// Whether guests do not let devices go.
     keeps_devices: bool,
     /// How often the machine was rebooted.
@@ -396,6 +398,7 @@ impl SimulatedHost {
             reachable: true,
             full: false,
             lacks_swtpm: false,
+            huge_pages: u64::MAX,
             keeps_devices: false,
             boots: 0,
             free: None,
@@ -509,6 +512,11 @@ impl SimulatedHost {
     /// Takes swtpm from the host, which TPMs of VMs come from.
     pub fn lack_swtpm(&self) {
         self.inside().lacks_swtpm = true;
+    }
+
+    /// Sets how much memory is set aside as huge pages, in bytes.
+    pub fn set_huge_pages(&self, bytes: u64) {
+        self.inside().huge_pages = bytes;
     }
 
     /// Sets how a cluster keeps what is stored in its pools.

@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use jiff::Timestamp;
@@ -164,6 +165,25 @@ impl CoreFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(failed(&self.path, "looked for", &error)),
         }
+    }
+
+    /// Checks that there is room to write it, unless it is whole: as much as the guest has memory, which it takes at most. A
+    /// datastore that it filled would fail the writes of all VMs there.
+    ///
+    /// # Errors
+    /// `no-space`; `wrong-state` where the datastore is not there; those of the file system.
+    pub fn check_room(&self, spec: &VmSpec) -> Result<(), Problem> {
+        let Some(disk) = spec.disks().next() else { return Ok(()) };
+        if self.length()?.is_some() {
+            return Ok(());
+        }
+        // What an attempt before has left is removed first.
+        let left = match self.creating().symlink_metadata() {
+            Ok(metadata) => metadata.blocks().saturating_mul(512),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+            Err(error) => return Err(failed(&self.creating(), "looked for", &error)),
+        };
+        Home::of(&disk.datastore, spec.vm)?.check_room(spec.memory.saturating_sub(left))
     }
 
     /// Begins to write it: what an attempt before has left is replaced.
@@ -320,6 +340,19 @@ mod tests {
         assert_eq!(file.length().unwrap(), None);
         assert_eq!(bench.read(&file).unwrap_err().code, ErrorCode::NotFound);
         file.remove().unwrap();
+    }
+
+    #[test]
+    fn a_core_dump_needs_as_much_room_as_its_guest_has_memory_until_it_is_whole() {
+        let mut bench = Bench::new();
+        let dump = DumpId::new();
+        bench.spec.memory = 4096;
+        bench.file(dump).check_room(&bench.spec).unwrap();
+        bench.spec.memory = u64::MAX;
+        let refused = bench.file(dump).check_room(&bench.spec).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::NoSpace, "{refused}");
+        // A task that is done again finds it.
+        bench.write(dump, b"whole").check_room(&bench.spec).unwrap();
     }
 
     #[test]

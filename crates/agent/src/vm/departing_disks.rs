@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
-use vmseal_api::filter::{DiskStatus, PIVOT_BYTES_MAX};
+use vmseal_api::filter::DiskStatus;
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, MigrationProgress, VmSpec};
 use vmseal_api::id::{DiskId, MigrationId};
 use vmseal_api::problem::Problem;
@@ -24,6 +24,7 @@ use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
 use super::internal;
+use super::lacking::{READY_BYTES, ready_bytes};
 use super::migration::{Link, lost, unexpected};
 use super::mirroring::copy_whole;
 use super::standstill::StandStill;
@@ -44,9 +45,6 @@ const REST_INTERVAL: Duration = Duration::from_millis(5);
 /// The least that a copy may take while the guest stands still, and until little is left to copy.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How much a copy may lack before the memory is sent, in bytes: a guest that writes always leaves some.
-const SMALL_BYTES: u64 = PIVOT_BYTES_MAX / 4;
-
 /// The least that the ends of the connections may take to come back.
 const END_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -55,6 +53,8 @@ pub struct DepartingDisks {
     control: Control,
     /// Those that the guest writes.
     written: Vec<DiskId>,
+    /// How much their copies may lack before the memory is sent, in bytes.
+    ready: u64,
     /// Those that are copied when it stands still.
     still: Vec<Whole>,
     bridges: Vec<Bridge>,
@@ -101,6 +101,7 @@ impl DepartingDisks {
         }
         let (mut bridges, mut written) = (Vec::new(), Vec::new());
         let (mut whole, mut still) = (Vec::new(), Vec::new());
+        let mut sizes = Vec::new();
         for (place, (known, key)) in what.disks.iter().zip(keys).enumerate() {
             let disk = &known.disk;
             if disk.role.attachment() == Attachment::Tpm {
@@ -111,7 +112,10 @@ impl DepartingDisks {
             let to = (theirs, known.has_layers());
             let copy = copy_of(what, migration, known, key.as_deref(), to)?;
             match disk.role.attachment() {
-                Attachment::Disk if disk.role.is_data() => written.push((disk.disk, copy)),
+                Attachment::Disk if disk.role.is_data() => {
+                    written.push((disk.disk, copy));
+                    sizes.push(disk.size);
+                }
                 Attachment::Firmware => still.push(Whole::of(what, known, copy)?),
                 Attachment::Disk | Attachment::Tpm => whole.push(Whole::of(what, known, copy)?),
             }
@@ -125,7 +129,8 @@ impl DepartingDisks {
         for disk in whole {
             disk.copy().await?;
         }
-        Ok(Self { control: what.control.clone(), written: ids, still, bridges })
+        let (control, ready) = (what.control.clone(), ready_bytes(sizes));
+        Ok(Self { control, written: ids, ready, still, bridges })
     }
 
     /// Whether some are copied when the guest stands still.
@@ -167,19 +172,19 @@ impl DepartingDisks {
         loop {
             let (lacking, copied) = self.lacking().await?;
             tell(MigrationProgress { remaining: lacking, sent: copied, ..Default::default() });
-            if lacking <= SMALL_BYTES {
+            if lacking <= self.ready {
                 return Ok(());
             }
             looks.pause().await;
         }
     }
 
-    /// The same while the guest stands still.
+    /// The same while the guest stands still: nothing changes the disks any more, so less is waited for.
     ///
     /// # Errors
     /// The filter's; `internal`: it takes longer than the guest may stand still.
     pub async fn until_complete_soon(&self, guest: &StandStill) -> Result<(), Problem> {
-        let little = guest.last_bytes(SMALL_BYTES);
+        let little = guest.last_bytes(READY_BYTES);
         let lacking = self.lacking().await?.0;
         if lacking <= little {
             return Ok(());

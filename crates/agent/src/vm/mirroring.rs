@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
-use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus, PIVOT_BYTES_MAX};
+use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus};
 use vmseal_api::former_image::FormerImage;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::{DiskId, VmId};
@@ -17,6 +17,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::internal;
+use super::lacking::{self, Sizes, dirty, ready_bytes};
 use super::report::{Progress, Report};
 use super::service::FILTER_RESTART_TIMEOUT;
 use crate::filter::pace::Pace;
@@ -37,11 +38,9 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 const PIVOT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// How long a guest may wait for the rest of its disks to be copied, without the pivots: Linux gives a request 30 seconds, and
-/// [`PIVOT_BYTES_MAX`] take a fraction of one on most storage.
+/// what a pivot may take ([`vmseal_api::filter::pivot_bytes`]) needs a fraction of one on most storage, and a second or two on the
+/// largest disks.
 const REST_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How much a copy may lack when it is as good as complete, in bytes: a guest that writes always leaves some.
-const READY_BYTES: u64 = PIVOT_BYTES_MAX / 4;
 
 /// How long a filter may have no copy of a disk until that counts as given up: it may be about to be replaced.
 const WITHOUT_COPY_MAX: Duration = Duration::from_secs(10);
@@ -74,6 +73,8 @@ struct Copier {
     control: Control,
     builder: DiskBuilder,
     disk: DiskId,
+    /// Of all its disks.
+    sizes: Sizes,
     // Released when the process has ended.
     _slot: Slot,
 }
@@ -219,6 +220,7 @@ impl Copier {
         disk: DiskId,
     ) -> Result<Self, Problem> {
         let directory = &builder.directory;
+        let sizes = disks.iter().map(|disk| (disk.disk, disk.size)).collect();
         let (process, keys) = filter::start(&builder.filter, vm, directory, disks, slot.filter())
             .await
             .map_err(internal)?;
@@ -227,7 +229,7 @@ impl Copier {
         control.ready(&process, directory).await.map_err(internal)?;
         std::mem::forget(given_up);
         drop(keys);
-        Ok(Self { process, control, builder, disk, _slot: slot })
+        Ok(Self { process, control, builder, disk, sizes, _slot: slot })
     }
 
     async fn status(&self) -> Result<FilterStatus, Problem> {
@@ -248,7 +250,7 @@ impl Copier {
             if let Some(error) = trouble(disk) {
                 return Err(error);
             }
-            if tell(disk, show) {
+            if tell(disk, self.sizes.get(&disk.disk).copied().unwrap_or(0), show) {
                 return Ok(());
             }
             pace.pause().await;
@@ -260,7 +262,7 @@ impl Copier {
         let give_up = Instant::now() + REST_TIMEOUT;
         loop {
             let status = self.status().await?;
-            if all_are_small(&status, give_up)? {
+            if all_are_small(&status, &self.sizes, give_up)? {
                 return Ok(status.disks.iter().map(|disk| disk.disk).collect());
             }
             sleep(PIVOT_INTERVAL).await;
@@ -278,9 +280,8 @@ impl Copier {
 ///
 /// # Errors
 /// The error that keeps a disk from being copied; `timed-out` after `give_up`.
-fn all_are_small(status: &FilterStatus, give_up: Instant) -> Result<bool, Problem> {
-    let lacking = |disk: &&DiskStatus| dirty(disk) > PIVOT_BYTES_MAX;
-    let Some(disk) = status.disks.iter().find(lacking) else { return Ok(true) };
+fn all_are_small(status: &FilterStatus, sizes: &Sizes, give_up: Instant) -> Result<bool, Problem> {
+    let Some(disk) = lacking::too_far(status, sizes) else { return Ok(true) };
     if let Some(error) = trouble(disk) {
         return Err(error);
     }
@@ -295,15 +296,19 @@ fn all_are_small(status: &FilterStatus, give_up: Instant) -> Result<bool, Proble
 }
 
 /// Has disks pivot that the filter of their guest serves and copies, one after the other, when no copy lacks more than a pivot
-/// may take.
+/// may take. `sizes` are those of all disks of the VM.
 ///
 /// # Errors
 /// [`NotTurned`].
-pub async fn pivot_served(control: &Control, disks: &[DiskId]) -> Result<(), NotTurned> {
+pub async fn pivot_served(
+    control: &Control,
+    disks: &[DiskId],
+    sizes: &Sizes,
+) -> Result<(), NotTurned> {
     let give_up = Instant::now() + REST_TIMEOUT;
     loop {
         let status = control.status().await.map_err(NotTurned::from)?;
-        if all_are_small(&status, give_up).map_err(NotTurned::AsBefore)? {
+        if all_are_small(&status, sizes, give_up).map_err(NotTurned::AsBefore)? {
             break;
         }
         sleep(PIVOT_INTERVAL).await;
@@ -332,16 +337,11 @@ impl From<FilterError> for NotTurned {
     }
 }
 
-/// What the copy of a disk may lack, in bytes.
-fn dirty(disk: &DiskStatus) -> u64 {
-    disk.mirror.as_ref().map_or(0, |mirror| mirror.dirty_bytes)
-}
-
-/// Tells how far the copy of a disk is; returns whether it is as good as complete.
-fn tell(disk: &DiskStatus, show: &Progress) -> bool {
+/// Tells how far the copy of a disk of `size` bytes is; returns whether it is as good as complete.
+fn tell(disk: &DiskStatus, size: u64, show: &Progress) -> bool {
     let dirty = dirty(disk);
     show.progress(Report::Lacking(dirty));
-    dirty <= READY_BYTES
+    dirty <= ready_bytes([size])
 }
 
 /// The error that keeps a disk from being copied: nobody waits for a copy that fails without a guest.
@@ -350,14 +350,14 @@ fn trouble(disk: &DiskStatus) -> Option<Problem> {
     Some(internal(format!("the disk cannot be copied: {error}")))
 }
 
-/// Follows the copy of a disk that the filter of its guest keeps, until it is as good as complete. A filter that was being
-/// started when the pace was set may have another one, and is told.
+/// Follows the copy of a disk, of this size, that the filter of its guest keeps, until it is as good as complete. A filter that
+/// was being started when the pace was set may have another one, and is told.
 ///
 /// # Errors
 /// The filter has no copy of the disk: it could not be opened. Or its storage has failed for [`TROUBLE_MAX`].
 pub async fn follow(
     control: Control,
-    disk: DiskId,
+    (disk, size): (DiskId, u64),
     pace: CopyPace,
     show: &Progress,
 ) -> Result<(), Problem> {
@@ -376,11 +376,11 @@ pub async fn follow(
             match known.filter(|known| known.mirror.is_some()) {
                 // It may be far from complete when it goes on. Nor is an error about what is not tried.
                 Some(known) if pace.paused => {
-                    tell(known, show);
+                    tell(known, size, show);
                     (without, well) = (None, Instant::now());
                 }
                 // A small disk is as good as complete before anything of it has been copied.
-                Some(known) => match (trouble(known), tell(known, show)) {
+                Some(known) => match (trouble(known), tell(known, size, show)) {
                     (Some(problem), _) if well.elapsed() > TROUBLE_MAX => return Err(problem),
                     (Some(_), _) => without = None,
                     (None, true) => return Ok(()),

@@ -35,6 +35,7 @@ mod exposed;
 mod guest_addresses;
 mod images;
 mod kept_bitmaps;
+mod lacking;
 mod left_running;
 mod merging;
 mod migration;

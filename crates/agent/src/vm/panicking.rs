@@ -26,7 +26,6 @@ use super::internal;
 use crate::hypervisor::qmp::{Qmp, QmpError};
 use crate::process::panics::check_dumps;
 use crate::storage::core_file::{CoreFile, of_panics};
-use crate::storage::home::Home;
 
 /// QEMU's status of a guest that has panicked and stands still.
 pub const PANICKED: &str = "guest-panicked";
@@ -140,10 +139,7 @@ fn room_for(spec: &VmSpec, dump: DumpId) -> Result<Room, Problem> {
         return Ok(Room::None(why));
     }
     let file = CoreFile::of(spec, dump)?;
-    // As long as the guest's memory at most: the VMs of the same datastore need room, too.
-    if let Some(disk) = spec.disks().next() {
-        Home::of(&disk.datastore, spec.vm)?.check_room(spec.memory)?;
-    }
+    file.check_room(spec)?;
     Ok(Room::Free(file))
 }
 

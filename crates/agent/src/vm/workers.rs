@@ -133,11 +133,16 @@ impl Workers {
         gate.is_some()
     }
 
-    /// Begins to follow the copy of a disk that the filter of its guest keeps.
-    pub fn begin_following(&mut self, disk: DiskId, control: Control, pace: CopyPace) {
+    /// Begins to follow the copy of a disk, of this size, that the filter of its guest keeps.
+    pub fn begin_following(
+        &mut self,
+        (disk, size): (DiskId, u64),
+        control: Control,
+        pace: CopyPace,
+    ) {
         self.spawn(disk, |cancelled, show| async move {
             let followed = tokio::select! {
-                followed = mirroring::follow(control, disk, pace, &show) => followed,
+                followed = mirroring::follow(control, (disk, size), pace, &show) => followed,
                 _ = cancelled => Err(Problem::new(ErrorCode::Cancelled, "it is not followed")),
             };
             Report::Copied(followed)

@@ -13,18 +13,19 @@ use std::time::{Duration, Instant};
 
 use vmseal_agent::contract::{self, write_image};
 use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
+use vmseal_api::dump::DumpFormat;
 use vmseal_api::host::{
-    DatastoreLocation, DatastoreSpec, DiskSpec, ImageSource, JobState, NoticeCode, Power, PowerOff,
-    StopReason, VmState,
+    DatastoreLocation, DatastoreSpec, DiskSpec, DumpJob, ImageSource, JobSpec, JobState,
+    NoticeCode, Power, PowerOff, StopReason, VmState,
 };
-use vmseal_api::id::{DatastoreId, DiskId};
+use vmseal_api::id::{DatastoreId, DiskId, DumpId, TaskId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::replica::{REPLICA_RATE, ReplicaPlace};
 use vmseal_api::transfer::ImageFormat;
 
 use crate::bench::{
-    Bench, create, filter, kill_filters, made, made_with, off, running, says_what_to_do, start,
-    told, wait,
+    Bench, create, filter, kill_filters, made, made_with, make, off, running, says_what_to_do,
+    spec_with, start, told, wait,
 };
 
 #[tokio::test]
@@ -463,6 +464,35 @@ async fn a_datastore_that_fills_up_while_a_disk_is_made_is_reported_and_left_cle
         .await;
         assert!(!small.0.join(vm.to_string()).exists(), "something is left");
     }
+    bench.nothing_runs();
+}
+
+#[tokio::test]
+async fn a_core_dump_that_could_fill_the_datastore_is_refused_before_anything_is_written() {
+    if !nix::unistd::geteuid().is_root() {
+        return; // only root can mount
+    }
+    let bench = Bench::new();
+    let agent = bench.agent().await;
+    let small = Small::mount(bench.path("small"), "size=32m");
+    let mut spec = spec_with(&bench, None);
+    let (vm, known) = (spec.vm, spec.disk_at_mut(0).unwrap());
+    known.datastore.location = DatastoreLocation::Dir { path: small.0.clone() };
+    let disk = known.disk;
+    make(&bench, &*agent, &spec, None).await;
+    start(&*agent, vm).await;
+    // Its guest has more memory than the datastore has room.
+    let job = JobSpec::Dump(DumpJob { dump: DumpId::new(), disk, format: DumpFormat::Elf });
+    let examined = agent.examine_job(vm, job.clone()).await.unwrap_err();
+    let refused = agent.put_job(vm, TaskId::new(), job).await.unwrap_err();
+    for problem in [examined, refused] {
+        assert_eq!(problem.code, ErrorCode::NoSpace, "{problem}");
+        assert!(problem.detail.contains("64 MiB are needed"), "{problem}");
+    }
+    let mut files = std::fs::read_dir(small.0.join(vm.to_string())).unwrap();
+    let is_core = |name: &str| name.starts_with("vm.core-");
+    assert!(!files.any(|file| is_core(&file.unwrap().file_name().to_string_lossy())));
+    agent.power_off(vm, PowerOff::Force).await.unwrap();
     bench.nothing_runs();
 }
 

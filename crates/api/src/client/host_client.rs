@@ -244,8 +244,15 @@ impl HostAgent for HostClient {
         self.call(self.request_with(Method::POST, "datastores/measure", &spec)).await
     }
 
-    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem> {
-        self.command_with(Method::POST, "hardware/examine", &hardware).await
+    async fn examine_hardware(
+        &self,
+        hardware: Hardware,
+        memory: Option<u64>,
+    ) -> Result<(), Problem> {
+        // An agent of an earlier version refuses fields that it does not know, and looks at no query.
+        let query = memory.map(|bytes| format!("?memory={bytes}")).unwrap_or_default();
+        let path = format!("hardware/examine{query}");
+        self.command_with(Method::POST, &path, &hardware).await
     }
 
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {

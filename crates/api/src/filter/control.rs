@@ -48,10 +48,9 @@ pub enum ControlRequest {
     },
     /// Finish the requests in flight, copy what the copy of a mirrored disk lacks, and serve the disk from the copy from
     /// then on. Answered by [`ControlReply::Done`], also if the disk has pivoted before. Refused while the copy is paused, or
-    /// lacks more than [`super::PIVOT_BYTES_MAX`], or four chunks of its map, or while somebody reads the disk beside the
-    /// guest. After any error the disk is served as before; only where the map can neither be written nor be wiped, what the
-    /// guest changes waits until it can. A disk that a front end serves lets its former place and the map go when this is
-    /// answered.
+    /// lacks more than [`super::pivot_bytes`], or while somebody reads the disk beside the guest. After any
+    /// error the disk is served as before; only where the map can neither be written nor be wiped, what the guest changes waits
+    /// until it can. A disk that a front end serves lets its former place and the map go when this is answered.
     Pivot {
         /// The disk.
         disk: DiskId,
@@ -91,7 +90,7 @@ pub enum ControlRequest {
     },
     /// Copy what the copies of these disks lack, which this connection has drained. Answered by [`ControlReply::Done`] when the
     /// copies have all that the disks have, durably; they do as long as the disks wait. Refused where a disk has no copy, or its
-    /// copy is paused or lacks more than [`super::PIVOT_BYTES_MAX`]. The disks wait on in either case.
+    /// copy is paused or lacks more than [`super::pivot_bytes`]. The disks wait on in either case.
     Complete {
         /// The disks.
         disks: Vec<DiskId>,

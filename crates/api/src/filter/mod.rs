@@ -15,9 +15,11 @@ use crate::pace::CopyPace;
 use crate::size::Size;
 use crate::transfer::ImageFormat;
 
+mod chunks;
 mod control;
 mod replicate;
 
+pub use chunks::*;
 pub use control::*;
 pub use replicate::*;
 
@@ -209,10 +211,6 @@ pub struct MirrorSpec {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stays: bool,
 }
-
-/// The most that a copy may lack when the disk is to pivot, in bytes: the guest waits while it is copied, which is to
-/// take a fraction of a second.
-pub const PIVOT_BYTES_MAX: u64 = 64 << 20;
 
 /// How far the copy of a mirrored disk is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -160,12 +160,17 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// `wrong-state` with what the host lacks; `in-use` for a forwarded port that somebody has.
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem>;
 
-    /// Checks that this host has what a VM's machine needs: its firmware, the processor's model, huge pages. The VM
-    /// need not be known, and nothing is changed.
+    /// Checks that this host has what a VM's machine needs: its firmware, the processor's model, huge pages for all of its memory,
+    /// whether they are free now or not. How much memory that is may be unknown: then one page is enough. The VM need not be known,
+    /// and nothing is changed.
     ///
     /// # Errors
     /// `unsupported` with what the host lacks, and the package that has it.
-    async fn examine_hardware(&self, hardware: Hardware) -> Result<(), Problem>;
+    async fn examine_hardware(
+        &self,
+        hardware: Hardware,
+        memory: Option<u64>,
+    ) -> Result<(), Problem>;
 
     /// Scans a datastore. Nothing is changed on it.
     ///

@@ -55,7 +55,7 @@ pub struct RunAgent {
     #[arg(long, value_name = "DIR", default_value = vmseal_agent::FIRMWARE_DIRECTORY)]
     pub firmware_directory: PathBuf,
     /// The program of VMs' TPMs
-    #[arg(long, value_name = "FILE", default_value = "swtpm")]
+    #[arg(long, value_name = "FILE", default_value = vmseal_agent::SWTPM)]
     pub swtpm: PathBuf,
     /// The filter program [default: vmseal-filter beside this program]
     #[arg(long, value_name = "FILE")]

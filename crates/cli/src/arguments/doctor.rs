@@ -18,6 +18,12 @@ pub struct Doctor {
     /// The QEMU program
     #[arg(long, value_name = "FILE", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
+    /// The directory of the UEFI firmware, OVMF: the one that the agent is given
+    #[arg(long, value_name = "DIR", default_value = vmseal_agent::FIRMWARE_DIRECTORY)]
+    pub firmware_directory: PathBuf,
+    /// The program of VMs' TPMs: the one that the agent is given
+    #[arg(long, value_name = "FILE", default_value = vmseal_agent::SWTPM)]
+    pub swtpm: PathBuf,
     /// The filter program [default: vmseal-filter beside this program]
     #[arg(long, value_name = "FILE")]
     pub filter: Option<PathBuf>,

@@ -19,6 +19,8 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
         data_dir: asked.data_dir,
         qemu: asked.qemu,
         filter,
+        swtpm: asked.swtpm,
+        firmware_directory: asked.firmware_directory,
         datastores: asked.datastores,
         hardening,
     };

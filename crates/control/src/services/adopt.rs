@@ -671,7 +671,7 @@ async fn check_candidate(
         if definition.replaces.is_none() {
             check_nics(services, &definition).await?;
             let (spec, host) = (&definition.spec, &definition.host_name);
-            hardware::examine(services, definition.host, host, &spec.hardware).await?;
+            hardware::examine(services, definition.host, host, &spec.hardware, None).await?;
         }
         if definition.replaces.is_some() && definition.spec.key != descriptor.key {
             // Of the headers nothing but the key is taken, and it opens every disk before it is.

@@ -255,7 +255,7 @@ async fn ask_host(
     request: &CreateVm,
     hardware: &Hardware,
 ) -> Result<Option<String>, Problem> {
-    hardware::examine(services, host.id, &host.name, hardware).await?;
+    hardware::examine(services, host.id, &host.name, hardware, Some(request.memory)).await?;
     if request.uefi_variables.is_some() {
         hardware::require_taking(services, host.id, &host.name).await?;
     }

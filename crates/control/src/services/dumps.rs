@@ -3,8 +3,8 @@
 use jiff::Timestamp;
 use vmseal_api::dump::DumpReason;
 use vmseal_api::host::version::DUMP;
-use vmseal_api::host::{DecryptDumpJob, JobSpec, Power};
-use vmseal_api::id::DumpId;
+use vmseal_api::host::{DecryptDumpJob, DumpJob, JobSpec, Power};
+use vmseal_api::id::{DiskId, DumpId};
 use vmseal_api::limits::DUMPS_MAX;
 use vmseal_api::model::{self, Page, Task};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -109,6 +109,10 @@ pub async fn take(
     if let Some(to) = &request.decrypt_to {
         examine(services, &vm, &disks, to, None).await?;
     }
+    if dry_run && let Some(disk) = first(&disks) {
+        let (dump, format) = (DumpId::new(), request.format);
+        ask(services, &vm, JobSpec::Dump(DumpJob { dump, disk, format })).await?;
+    }
     let mut write = services.store.write().await?;
     let known = dumps::of_vm(&mut write, vm.id).await?;
     if known.len() >= DUMPS_MAX {
@@ -180,10 +184,19 @@ async fn examine(
     dump: Option<DumpId>,
 ) -> Result<(), Problem> {
     check_path(to)?;
-    let first = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
-    let Some(disk) = first.map(|disk| disk.id) else { return Ok(()) };
+    let Some(disk) = first(disks) else { return Ok(()) };
     let (dump, to) = (dump.unwrap_or_default(), to.to_owned());
-    let job = JobSpec::DecryptDump(DecryptDumpJob { dump, disk, to });
+    ask(services, vm, JobSpec::DecryptDump(DecryptDumpJob { dump, disk, to })).await
+}
+
+/// The disk beside which core dumps are written.
+fn first(disks: &[Disk]) -> Option<DiskId> {
+    let found = disks.iter().find(|disk| disk.facts.is_some() && !disk.detached);
+    found.map(|disk| disk.id)
+}
+
+/// Asks the VM's host whether it would do a job.
+async fn ask(services: &Services, vm: &Vm, job: JobSpec) -> Result<(), Problem> {
     match services.hosts.connected(vm.host)?.examine_job(vm.id, job).await {
         // The task registers the VM, and delivers its key.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::Locked) => Ok(()),

@@ -151,12 +151,14 @@ fn beside(first: &Disk, name: &str, size: u64, role: DiskRole) -> Disk {
     }
 }
 
-/// Asks the host whether it has what the machine needs, where that is not what every host has.
+/// Asks the host whether it has what the machine needs, where that is not what every host has, with so much memory where the host is
+/// to have huge pages for all of it.
 pub(super) async fn examine(
     services: &Services,
     host: HostId,
     host_name: &str,
     hardware: &Hardware,
+    memory: Option<u64>,
 ) -> Result<(), Problem> {
     if hardware.is_usual() {
         return Ok(());
@@ -194,7 +196,7 @@ pub(super) async fn examine(
         let field = Some("hardware.on_crash".to_owned());
         return Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) });
     }
-    agent.examine_hardware(hardware.clone()).await.map_err(|problem| Problem {
+    agent.examine_hardware(hardware.clone(), memory).await.map_err(|problem| Problem {
         field: problem.field.map(|field| format!("hardware.{field}")),
         ..problem
     })
@@ -210,7 +212,7 @@ pub(super) async fn warn_of_model(
     let hardware = Hardware { cpu_model: Some(model.to_owned()), ..Hardware::default() };
     let known = hosts::list(&mut *services.store.read().await?, &Part::all()).await?;
     let asked = known.iter().map(async |host| {
-        let asked = examine(services, host.id, &host.name, &hardware);
+        let asked = examine(services, host.id, &host.name, &hardware, None);
         let problem = timeout(HOST_TIMEOUT, asked).await.ok()?.err()?;
         (problem.code == ErrorCode::Unsupported)
             .then(|| format!("host '{}' cannot run VMs of it: {}", host.name, problem.detail))

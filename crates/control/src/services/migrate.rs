@@ -492,7 +492,7 @@ async fn fits(
         .await
         .map_err(failed)?;
     medium::require_same(services, vm, &host, &*agent).await?;
-    examine(&*agent, vm.id, spec.nics(), &spec.hardware).await?;
+    examine(&*agent, vm.id, spec.nics(), (&spec.hardware, spec.memory)).await?;
     let encrypted = is_encrypted(services, vm, &host);
     let downtime_milliseconds =
         downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
@@ -500,12 +500,12 @@ async fn fits(
     Ok(Fit { host, free, encrypted, downtime_milliseconds, copies, compresses })
 }
 
-/// Checks that a host has what a VM's network cards are connected to, and its hardware.
+/// Checks that a host has what a VM's network cards are connected to, and its hardware, with so much memory.
 pub(super) async fn examine(
     agent: &dyn HostAgent,
     vm: VmId,
     nics: impl Iterator<Item = &NicSpec>,
-    hardware: &Hardware,
+    (hardware, memory): (&Hardware, u64),
 ) -> Result<(), String> {
     for nic in nics {
         agent
@@ -513,7 +513,7 @@ pub(super) async fn examine(
             .await
             .map_err(|problem| format!("network card '{}': {}", nic.name, problem.detail))?;
     }
-    agent.examine_hardware(hardware.clone()).await.map_err(|problem| problem.detail)
+    agent.examine_hardware(hardware.clone(), Some(memory)).await.map_err(|problem| problem.detail)
 }
 
 /// Whether a guest that runs on one host goes on on the other.

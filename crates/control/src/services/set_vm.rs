@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::boot::{BootDevice, Cdrom};
-use vmseal_api::hardware::Hardware;
+use vmseal_api::hardware::{Hardware, MemoryBacking};
 use vmseal_api::host::version::{ABOUT, PANIC, SET_RUNNING};
 use vmseal_api::host::{Power, VmState};
 use vmseal_api::id::{DiskId, NicId, VmId, check_name};
@@ -21,7 +21,7 @@ use super::set_policy::{Need, layout_of, model_name, needs, osds_of, redundancy_
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room, saved_memory};
-use crate::hosts::restored;
+use crate::hosts::{is_silence, restored};
 use crate::store::events::NewEvent;
 use crate::store::{disks, nics, policies, snapshots, tasks, vms};
 
@@ -47,6 +47,7 @@ pub async fn set(
     // No transaction is held during a call to a host.
     examine(services, &found, &request).await?;
     examine_model(services, &found, &request).await?;
+    examine_memory(services, &found, &request).await?;
     let unchanged = services.hosts.lock(id).await;
     let mut write = services.store.write().await?;
     let before = vms::get(&mut write, id).await?.ok_or_else(|| Problem::not_found("VM", name))?;
@@ -344,12 +345,29 @@ async fn examine_model(services: &Services, vm: &vms::Vm, request: &SetVm) -> Re
     let model = policy.as_ref().and_then(|policy| other_model(policy, vm));
     let Some(model) = model else { return Ok(()) };
     let asked = Hardware { cpu_model: Some(model.to_owned()), ..Hardware::default() };
-    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked).await;
+    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked, None).await;
     examined.map_err(|problem| Problem {
         field: Some("policy".to_owned()),
         detail: format!("'{wanted}' gives VMs the processor model '{model}': {}", problem.detail),
         ..problem
     })
+}
+
+/// Asks the VM's host whether it has huge pages for more memory. One that is away is not waited for: a start asks again.
+async fn examine_memory(services: &Services, vm: &vms::Vm, request: &SetVm) -> Result<(), Problem> {
+    let Some(memory) = request.memory.filter(|memory| *memory > vm.memory) else { return Ok(()) };
+    if vm.hardware.memory_backing == MemoryBacking::Pages {
+        return Ok(());
+    }
+    changed(vm, request)?;
+    let asked = Hardware { memory_backing: MemoryBacking::Hugepages, ..Hardware::default() };
+    let examined =
+        super::hardware::examine(services, vm.host, &vm.host_name, &asked, Some(memory)).await;
+    match examined {
+        Err(problem) if is_silence(&problem) => Ok(()),
+        Err(problem) => Err(Problem { field: Some("memory".to_owned()), ..problem }),
+        Ok(()) => Ok(()),
+    }
 }
 
 /// Asks the VM's host whether it has what is to be in the drive, and can start the VM in such an order.
@@ -362,7 +380,7 @@ async fn examine(services: &Services, vm: &vms::Vm, request: &SetVm) -> Result<(
     // What does not change, and a medium that stays, is no reason to refuse.
     let cdrom = if request.cdrom.is_some() { cdrom } else { cdrom.map(|_| Cdrom::default()) };
     let asked = Hardware { cdrom, boot, ..Hardware::default() };
-    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked).await;
+    let examined = super::hardware::examine(services, vm.host, &vm.host_name, &asked, None).await;
     examined.map_err(|problem| Problem {
         field: problem.field.map(|field| field.trim_start_matches("hardware.").to_owned()),
         ..problem

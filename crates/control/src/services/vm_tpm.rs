@@ -31,7 +31,7 @@ pub async fn add(
     // No transaction is held during a call to a host.
     require_off(services, &vm).await?;
     let asked = Hardware { tpm: true, ..Hardware::default() };
-    let examined = hardware::examine(services, vm.host, &vm.host_name, &asked).await;
+    let examined = hardware::examine(services, vm.host, &vm.host_name, &asked, None).await;
     examined.map_err(|problem| Problem { field: None, ..problem })?;
     let mut write = services.store.write().await?;
     let known = disks::of_vm(&mut write, vm.id).await?;

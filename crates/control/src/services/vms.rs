@@ -419,7 +419,7 @@ pub async fn start(
     }
     if dry_run {
         check_key(services, &vm)?;
-        super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware).await?;
+        super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware, None).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
         require_places(services, &vm, &disks).await?;
         require_former_kept_away(services, &vm, &disks).await?;

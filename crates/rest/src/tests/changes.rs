@@ -331,6 +331,32 @@ async fn a_vm_is_created_with_what_its_users_say_of_it() {
     api.post("vms", request).await.assert_field("description");
 }
 
+/// The host has huge pages for 32 MiB in all. Whether they are free is asked when a VM starts.
+#[tokio::test]
+async fn a_vm_whose_memory_could_never_be_in_huge_pages_is_refused() {
+    let api = Api::new().await;
+    api.fixture.agent.set_huge_pages(32 << 20);
+    let disk = json!({ "name": "d", "datastore": "local", "size": 1 << 20 });
+    let vm = |memory: u64| {
+        json!({ "name": "huge", "policy": "plain", "memory": memory, "disks": [disk],
+                "hardware": { "memory_backing": "hugepages" } })
+    };
+    let refused = |answer: Answer, field: &str| {
+        let said = (&answer.body["code"], &answer.body["field"]);
+        assert_eq!(said, (&json!("unsupported"), &json!(field)), "{}", answer.body);
+    };
+    for path in ["vms?dry_run=true", "vms"] {
+        refused(api.post(path, vm(34 << 20)).await, "hardware.memory_backing");
+    }
+    api.done(api.post("vms", vm(32 << 20)).await).await;
+    let larger = json!({ "memory": 34 << 20 }).to_string();
+    refused(api.raw(Method::PATCH, "vms/huge", larger).await, "memory");
+    // Less is no matter of huge pages, as its memory so far was not either.
+    let smaller = api.raw(Method::PATCH, "vms/huge", json!({ "memory": 30 << 20 }).to_string());
+    assert_eq!(smaller.await.status, 200);
+    assert_eq!(api.get("vms/huge").await.body["memory"], 30 << 20);
+}
+
 /// The policy names the processor model of its VMs.
 #[tokio::test]
 async fn vms_have_the_processor_model_of_their_policy() {

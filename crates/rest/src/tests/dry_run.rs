@@ -274,6 +274,9 @@ async fn what_the_host_refuses_is_refused_by_dry_runs_in_the_same_words() {
     agent.mount(place, local);
 
     api.done(api.post("vms/web/start", Value::Null).await).await;
+    agent.set_full(true);
+    refused_alike(&api, (Method::POST, "vms/web/dumps", json!({})), "no-space").await;
+    agent.set_full(false);
     // Its first disk is on no port.
     let first = (Method::DELETE, "vms/web/disks/root", Value::Null);
     refused_alike(&api, first, "wrong-state").await;

@@ -10,13 +10,12 @@ mod processor;
 mod programs;
 mod storage;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_secret::process::Hardening;
 
 use crate::host::identity::{Identity, IdentityError};
-use crate::hypervisor::{firmware, tpm};
 
 /// What to check.
 #[derive(Clone, Debug)]
@@ -29,6 +28,10 @@ pub struct Options {
     pub qemu: PathBuf,
     /// The `vmseal-filter` program.
     pub filter: PathBuf,
+    /// The swtpm program, by path or name.
+    pub swtpm: PathBuf,
+    /// Where OVMF is.
+    pub firmware_directory: PathBuf,
     /// Directories that are or will be datastores.
     pub datastores: Vec<PathBuf>,
     /// What [`vmseal_secret::process::harden`] achieved in this process.
@@ -82,8 +85,8 @@ pub async fn examine(options: &Options) -> Vec<Finding> {
     findings.extend(programs::qemu(&options.qemu));
     findings.push(processor::accelerator(&options.qemu).await);
     findings.push(programs::filter(&options.filter));
-    findings.push(programs::swtpm(Path::new(tpm::PROGRAM)));
-    findings.push(programs::ovmf(Path::new(firmware::DIRECTORY)));
+    findings.push(programs::swtpm(&options.swtpm));
+    findings.push(programs::ovmf(&options.firmware_directory));
     findings.extend(memory::all(options.hardening));
     findings.push(kernel::io_uring());
     findings.push(kernel::confinement());

@@ -1,5 +1,6 @@
 //! The programs that VMs need: QEMU, the filter, swtpm, and the firmware of VMs that start by UEFI.
 
+use std::ffi::OsStr;
 use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -78,8 +79,12 @@ pub fn swtpm(program: &Path) -> Finding {
             Finding::ok(CHECK, format!("{} is '{}'", path.display(), version.trim()))
         }
         None => {
-            let found = format!("{} does not run: no VM can have a TPM", path.display());
-            Finding::warning(CHECK, found, "install Debian's swtpm")
+            let what = missing(&path, &std::env::var_os("PATH").unwrap_or_default());
+            Finding::warning(
+                CHECK,
+                format!("{what}: no VM can have a TPM"),
+                "install Debian's swtpm; if it is elsewhere, give --swtpm to vmseal doctor and to the agent",
+            )
         }
     }
 }
@@ -97,9 +102,21 @@ pub fn ovmf(directory: &Path) -> Finding {
             Finding::warning(
                 CHECK,
                 found,
-                "install Debian's ovmf, or give the agent --firmware-directory",
+                "install Debian's ovmf; if it is elsewhere, give --firmware-directory to vmseal doctor and to the agent",
             )
         }
+    }
+}
+
+/// What is said of a program that does not run, with where it was looked for.
+fn missing(program: &Path, search: &OsStr) -> String {
+    match program.components().count() {
+        0 | 1 => format!(
+            "{} is in no directory of PATH ({}), or does not run",
+            program.display(),
+            search.display()
+        ),
+        _ => format!("{} does not run", program.display()),
     }
 }
 
@@ -171,9 +188,22 @@ mod tests {
         assert!(found.found.contains("0.7.1"), "{}", found.found);
         let missing = swtpm(Path::new("/nowhere"));
         assert_eq!(missing.result, Verdict::Warning);
-        assert!(missing.remedy.unwrap().contains("swtpm"));
+        assert!(missing.found.contains("/nowhere"), "{}", missing.found);
+        assert!(missing.remedy.unwrap().contains("--swtpm"));
         let missing = ovmf(directory.path());
         assert_eq!(missing.result, Verdict::Warning);
-        assert!(missing.remedy.unwrap().contains("ovmf"));
+        assert!(missing.found.contains(&directory.path().display().to_string()));
+        assert!(missing.remedy.unwrap().contains("--firmware-directory"));
+    }
+
+    #[test]
+    fn a_program_that_is_not_found_is_reported_with_where_it_was_looked_for() {
+        let search = OsStr::new("/usr/bin:/opt/bin");
+        let by_name = missing(Path::new("swtpm"), search);
+        assert!(
+            by_name.contains("swtpm is in no directory of PATH (/usr/bin:/opt/bin)"),
+            "{by_name}"
+        );
+        assert_eq!(missing(Path::new("/opt/swtpm"), search), "/opt/swtpm does not run");
     }
 }

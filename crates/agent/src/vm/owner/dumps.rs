@@ -7,6 +7,7 @@ use vmseal_api::problem::Problem;
 
 use super::{Owner, State};
 use crate::rules::exclusion::Action;
+use crate::rules::find_disk;
 use crate::storage::core_file::CoreFile;
 use crate::storage::export::{self, Export};
 use crate::timed;
@@ -14,15 +15,31 @@ use crate::vm::dumping::{Decrypting, Dumping};
 use crate::vm::internal;
 
 impl Owner {
+    /// Whether a core dump could be written now.
+    pub(super) async fn ready_to_dump(
+        &self,
+        job: &DumpJob,
+        spec: &JobSpec,
+    ) -> Result<CoreFile, Problem> {
+        self.may_work(Action::Dump, spec)?;
+        let place = find_disk(&self.spec, job.disk)?.datastore.location.path().to_owned();
+        let (of, dump) = (self.spec.clone(), job.dump);
+        let look = move || {
+            let file = CoreFile::of(&of, dump)?;
+            file.check_room(&of)?;
+            Ok::<_, Problem>(file)
+        };
+        timed::call(&place, look).await
+    }
+
     pub(super) async fn put_dump(
         &mut self,
         task: TaskId,
         job: DumpJob,
         spec: JobSpec,
     ) -> Result<(), Problem> {
-        self.may_work(Action::Dump, &spec)?;
+        let file = self.ready_to_dump(&job, &spec).await?;
         let kek = self.clone_kek()?;
-        let file = self.core_file(job.dump).await?;
         let running = match &self.state {
             State::Running(running) | State::Stopping { running, .. } => running,
             State::Off | State::Starting { .. } => {

@@ -151,7 +151,7 @@ impl Owner {
                 self.can_drop(job).await.map(|()| Ready::Nothing)
             }
             JobSpec::Prove(_) => self.may_work(Action::Prove, spec).map(|()| Ready::Nothing),
-            JobSpec::Dump(_) => self.may_work(Action::Dump, spec).map(|()| Ready::Nothing),
+            JobSpec::Dump(job) => self.ready_to_dump(job, spec).await.map(|_| Ready::Nothing),
             JobSpec::DecryptDump(job) => {
                 self.ready_to_decrypt(task, job, spec).await.map(|_| Ready::Nothing)
             }

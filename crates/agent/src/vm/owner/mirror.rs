@@ -204,9 +204,10 @@ impl Owner {
         let pace = self.jobs.mirror_of(disk).map(|(_, job)| job.pace).unwrap_or_default();
         let running = matches!(self.power(), Power::Running | Power::Stopping | Power::Paused);
         if running && self.is_served(disk) {
+            let size = self.spec.disk(disk).map_or(0, |disk| disk.size);
             if let Some(running) = self.running() {
                 let control = running.control.clone();
-                self.workers.begin_following(disk, control, pace);
+                self.workers.begin_following((disk, size), control, pace);
             }
         } else if self.power() != Power::Starting && !pace.paused && !self.is_of_tpm_in_use(disk) {
             match self.copying(&[disk]) {

@@ -18,6 +18,7 @@ use crate::filter::{Control, FilterError, Mirror};
 use crate::rules::find_disk;
 use crate::storage::mirror;
 use crate::vm::internal;
+use crate::vm::lacking;
 use crate::vm::mirroring::{self, NotTurned};
 use crate::vm::service::Service;
 
@@ -93,7 +94,8 @@ impl Owner {
         job: &MirrorJob,
     ) -> Result<(), Problem> {
         let disks: Vec<DiskId> = job.disks.iter().map(|disk| disk.disk).collect();
-        match mirroring::pivot_served(control, &disks).await {
+        let sizes = lacking::sizes(self.spec.disks());
+        match mirroring::pivot_served(control, &disks, &sizes).await {
             Ok(()) => Ok(()),
             Err(NotTurned::AsBefore(problem)) => Err(problem),
             Err(NotTurned::Unknown(problem)) => {

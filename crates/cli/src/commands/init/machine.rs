@@ -72,6 +72,9 @@ async fn look(init: &Init, hardening: Hardening) -> anyhow::Result<Vec<Finding>>
         data_dir: places.data_dir.clone(),
         qemu: places.qemu.clone(),
         filter,
+        // The agent that is started has them there.
+        swtpm: vmseal_agent::SWTPM.into(),
+        firmware_directory: vmseal_agent::FIRMWARE_DIRECTORY.into(),
         // One that is not there yet is made.
         datastores: if datastore.exists() { vec![datastore] } else { Vec::new() },
         hardening,

@@ -370,5 +370,5 @@ pub(super) async fn check(
     }
     check_nics(services, definition).await?;
     let (spec, host) = (&definition.spec, &definition.host_name);
-    hardware::examine(services, definition.host, host, &spec.hardware).await
+    hardware::examine(services, definition.host, host, &spec.hardware, None).await
 }

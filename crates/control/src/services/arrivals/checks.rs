@@ -246,7 +246,7 @@ async fn fit(
     looked.note("encryption", Ok(((), encryption(arrival, &view))));
     looked.note("accelerator", accelerator(arrival, &there));
     let vm = &arrival.vm;
-    let hardware = agent.examine_hardware(vm.hardware.clone()).await;
+    let hardware = agent.examine_hardware(vm.hardware.clone(), Some(vm.memory)).await;
     let hardware =
         hardware.map(|()| ((), "it has the processor model and the firmware".to_owned()));
     looked.note("hardware", hardware.map_err(|problem| lacking(problem, vm)));

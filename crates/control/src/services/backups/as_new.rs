@@ -51,8 +51,8 @@ pub(super) async fn restore(
     if is_encrypted(&manifest) {
         shared_keys::require_of_origin(services, of)?;
     }
-    let machine = &manifest.vm.hardware;
-    hardware::examine(services, backup.host, &backup.host_name, machine).await?;
+    let (machine, memory) = (&manifest.vm.hardware, manifest.vm.memory);
+    hardware::examine(services, backup.host, &backup.host_name, machine, memory).await?;
     let mut write = services.store.write().await?;
     // It may have been deleted meanwhile.
     let known = backups::get(&mut write, backup.id).await?;

@@ -102,7 +102,8 @@ pub(super) async fn choose(
     drop(read);
     let agent = services.hosts.connected(host.id)?;
     let cards: Vec<NicSpec> = cards.into_iter().map(without_ports).collect();
-    let examined = examine(&*agent, origin.id, cards.iter(), &origin.hardware).await;
+    let examined =
+        examine(&*agent, origin.id, cards.iter(), (&origin.hardware, origin.memory)).await;
     examined.map_err(|why| refused(origin, &host, &why))?;
     let holds = |disk: &&Disk| !disk.detached && is_for_clone(disk, snapshot.as_ref(), request);
     let disks = disks.iter().filter(holds).collect();

@@ -118,7 +118,7 @@ async fn fits(
     let free = free_memory(services, &mut read, host.id, &promised).await;
     let free = free.map_err(|error| failed(error.into()))?.unwrap_or(there.memory);
     drop(read);
-    examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
+    examine(&*agent, vm.id, nics.iter(), (&vm.hardware, vm.memory)).await?;
     let (downtime_milliseconds, copies) = (None, None);
     Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }

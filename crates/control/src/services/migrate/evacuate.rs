@@ -264,7 +264,7 @@ async fn fits(
     if wanted.starts && free < vm.memory {
         return Err(NO_ROOM.to_owned());
     }
-    examine(&*agent, vm.id, nics.iter(), &vm.hardware).await?;
+    examine(&*agent, vm.id, nics.iter(), (&vm.hardware, vm.memory)).await?;
     let (downtime_milliseconds, copies) = (None, None);
     Ok(Fit { host, free, encrypted: true, downtime_milliseconds, copies, compresses: false })
 }

@@ -11,7 +11,7 @@
 //! all zeroes: the disk may have pivoted, and then its former place is out of date.
 
 use crc::{CRC_64_XZ, Crc, Table};
-use vmseal_api::filter::PIVOT_BYTES_MAX;
+use vmseal_api::filter::{COPY_CHUNKS_MAX, copy_chunk, pivot_bytes};
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::chunks::{NEVER, Span};
@@ -28,18 +28,7 @@ const BITS: usize = CONTENT * 8;
 /// Blocks before the bits.
 const BEFORE: usize = 2;
 
-/// The smallest chunk, in bytes: its copy takes as long as a few random writes, and less would make the map and
-/// the tables beside it larger without copying much less, as writes come in neighbourhoods.
-pub const CHUNK_MIN: u64 = 1 << 20;
-
-/// The most chunks: tables of 4 MiB and a map of 34 KiB. Disks beyond 256 GiB have larger chunks.
-pub const CHUNKS_MAX: u64 = 256 * 1024;
-
 const VERSION: u32 = 1;
-
-/// How many chunks a copy may lack in any case when the disk is to pivot: a guest may always have changed some since the last
-/// pass. Those of the largest disks, of 256 MiB, take a second or two.
-const PIVOT_CHUNKS_MIN: u64 = 4;
 
 /// Where block 0 says that the disk has pivoted: 1 there.
 const PIVOTED: usize = 40;
@@ -78,11 +67,7 @@ impl Geometry {
     /// Of a replica of a disk of `size` bytes, which must not be 0.
     #[must_use]
     pub fn new(disk: DiskId, size: u64) -> Self {
-        let mut shift = CHUNK_MIN.trailing_zeros();
-        while size.div_ceil(1 << shift) > CHUNKS_MAX {
-            shift += 1;
-        }
-        Self { purpose: Purpose::Replica, disk, size, shift }
+        Self { purpose: Purpose::Replica, disk, size, shift: copy_chunk(size).trailing_zeros() }
     }
 
     /// The same of a mirror.
@@ -97,7 +82,8 @@ impl Geometry {
         let size = u64::from_le_bytes(*first.get(32..)?.first_chunk()?);
         // Chunks get longer with the disk, and never shorter.
         let fits = (1..self.size).contains(&size) && shift <= self.shift;
-        if self.purpose != Purpose::Replica || !fits || size.div_ceil(1 << shift) > CHUNKS_MAX {
+        if self.purpose != Purpose::Replica || !fits || size.div_ceil(1 << shift) > COPY_CHUNKS_MAX
+        {
             return None;
         }
         let shorter = Self { size, shift, ..self };
@@ -124,11 +110,10 @@ impl Geometry {
         self.size
     }
 
-    /// The most chunks that a copy may lack when the disk is to pivot: [`PIVOT_BYTES_MAX`], and of large disks a few
-    /// chunks, which take longer.
+    /// The most chunks that a copy may lack when the disk is to pivot ([`pivot_bytes`]).
     #[must_use]
     pub fn pivot_chunks(&self) -> u64 {
-        (PIVOT_BYTES_MAX >> self.shift).max(PIVOT_CHUNKS_MIN)
+        pivot_bytes(self.chunk()) >> self.shift
     }
 
     /// A chunk's length in bytes.
@@ -404,6 +389,8 @@ mod tests {
         let chunk = |size| Geometry::new(disk(1), size).chunk();
         assert_eq!((chunk(4096), chunk(256 << 30)), (1 << 20, 1 << 20));
         assert_eq!((chunk((256 << 30) + 4096), chunk(64 << 40)), (2 << 20, 256 << 20));
+        let pivot = |size| Geometry::new(disk(1), size).pivot_chunks();
+        assert_eq!((pivot(4096), pivot(1 << 40), pivot(5 << 40), pivot(64 << 40)), (64, 16, 4, 4));
         let largest = Geometry::new(disk(1), i64::MAX as u64 / 2);
         assert!(largest.map_bytes() <= 34 * 1024, "{}", largest.map_bytes());
         let geometry = Geometry::new(disk(1), (3 << 20) + 4096);
