@@ -337,6 +337,9 @@ pub enum Operation {
         vm: VmId,
         /// The disks, those that are there already among them.
         disks: Vec<DiskId>,
+        /// Whether no disk was named, and these are all that the VM had; tasks of older versions do not say that they are.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        all: bool,
         /// The datastores that they were on.
         from: Vec<DatastoreId>,
         /// The datastore that they get.
