@@ -460,7 +460,7 @@ async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<us
     if wanted.operation.is_in_place() {
         // Where the VM's key stays as it is core dumps do, too.
         if wanted.changes_key() {
-            let what = "they would not be encrypted as the VM is";
+            let what = "they would not be encrypted as the VM is: leave out --in-place, and they are copied as well, where there is room";
             super::dumps::require_none(services, &wanted.vm, what).await?;
         }
         return Ok(0);
