@@ -371,7 +371,7 @@ async fn runs_now(services: &Services, vm: &vms::Vm) -> Result<bool, Problem> {
     match power(services, vm).await? {
         None | Some(Power::Off) => Ok(false),
         Some(Power::Running | Power::Paused) => Ok(true),
-        Some(Power::Suspended) => Err(saved_memory::refusal(vm)),
+        Some(Power::Suspended) => Err(saved_memory::refusal_of_clone(vm)),
         Some(now) => {
             let detail = format!(
                 "VM '{}' is {}: wait until it runs or is off, or clone a snapshot of it (--snapshot NAME)",
