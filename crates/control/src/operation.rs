@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
+use vmseal_api::host::survey::KeptMemory;
 use vmseal_api::host::{DatastoreSpec, Device, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
@@ -37,6 +38,9 @@ pub struct Definition {
     /// them; none where it keeps its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces_devices: Option<Vec<Device>>,
+    /// The memory that its snapshots keep, as its host has found it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memories: Vec<KeptMemory>,
 }
 
 /// What a task does; stored with it.
