@@ -210,6 +210,8 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     // What it holds then is the count of one boot.
     here.vmseal(&["snapshot", "create", "cold", "first"]).unwrap();
     here.vmseal(&["snapshot", "create", "cold", "second"]).unwrap();
+    // The descriptor does not say that this one keeps memory: its file does.
+    here.vmseal(&["snapshot", "create", "web", "asleep", "--memory"]).unwrap();
     let bare = here.vm("bare").unwrap()["id"].as_str().unwrap().to_owned();
     let before = here.vm("cold").unwrap();
     let guests = here.guest_processes("qemu-system-x86_64");
@@ -308,6 +310,13 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     }
     assert_eq!(before["disks"][0], after["disks"][0]);
     assert_eq!(before["nics"].as_array().unwrap().len(), 1);
+    let asleep = here.json(&["snapshot", "show", "web", "asleep"]).unwrap();
+    assert_eq!(asleep["memory"], true, "{asleep}");
+    stop(&here, "web");
+    here.vmseal(&["snapshot", "revert", "web", "asleep"]).unwrap();
+    here.wait_power("web", "suspended").unwrap();
+    here.vmseal(&["vm", "resume", "web"]).unwrap();
+    here.wait_power("web", "running").unwrap();
     stop(&here, "web");
     for vm in ["web", "cold", "bare", "open"] {
         assert_eq!(here.boot_counter(vm).unwrap(), 2, "{vm}: what its guest wrote is gone");

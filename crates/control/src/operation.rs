@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
+use vmseal_api::host::survey::KeptMemory;
 use vmseal_api::host::{DatastoreSpec, Device, KeyReference, NicSpec, SealedKey, VmSpec};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
@@ -37,6 +38,9 @@ pub struct Definition {
     /// them; none where it keeps its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces_devices: Option<Vec<Device>>,
+    /// The memory that its snapshots keep, as its host has found it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memories: Vec<KeptMemory>,
 }
 
 /// What a task does; stored with it.
@@ -337,6 +341,9 @@ pub enum Operation {
         vm: VmId,
         /// The disks, those that are there already among them.
         disks: Vec<DiskId>,
+        /// Whether no disk was named, and these are all that the VM had; tasks of older versions do not say that they are.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        all: bool,
         /// The datastores that they were on.
         from: Vec<DatastoreId>,
         /// The datastore that they get.

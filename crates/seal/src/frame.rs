@@ -19,6 +19,9 @@ pub const HEAD_LEN: usize = 16;
 /// The length of a frame's tag, in bytes.
 pub const TAG_LEN: usize = 16;
 
+/// How long the end of a stream is, in bytes: a frame without content.
+pub const END_LEN: usize = HEAD_LEN + TAG_LEN;
+
 /// The most content of one frame, in bytes: what a receiver has to hold before it can trust any of it. Longer frames are no faster.
 pub const CONTENT_MAX: usize = 256 * 1024;
 
@@ -340,6 +343,13 @@ impl Opener {
             State::Failed => Err(FrameError::Spent),
         }
     }
+}
+
+/// Whether the last bytes of a stream may be its end: one that was cut off has others there. Whether they are is only known once it has
+/// been opened.
+#[must_use]
+pub fn may_be_end(last: &[u8; END_LEN]) -> bool {
+    matches!(last, [0, 0, 0, 0, END, 0, 0, 0, ..])
 }
 
 fn check(bytes: [u8; HEAD_LEN], expected: u64, frames: Frames) -> Result<Head, FrameError> {

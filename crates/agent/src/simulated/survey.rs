@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::datastore::HeaderRole;
 use vmseal_api::host::descriptor::VmDescriptor;
-use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
+use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory};
 use vmseal_api::host::{DatastoreLocation, DiskFacts};
-use vmseal_api::id::{DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_api::usage::{HostUsage, UsageCounters, UsageOnHost};
 
@@ -93,8 +93,10 @@ impl Inside {
         let mark = self.persisted.storage.mark(path);
         let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);
         let vms = here.map(|((_, vm), descriptor)| {
+            let memories = self.memories_beside(descriptor, mark);
             let descriptor = Box::new(descriptor.clone());
-            FoundVm { vm: *vm, descriptor: FoundDescriptor::Read { descriptor, made: Vec::new() } }
+            let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
+            FoundVm { vm: *vm, descriptor, memories }
         });
         let mut vms: Vec<_> = vms.collect();
         let images = self.persisted.disks.iter().filter(|(_, it)| Some(it.datastore) == mark);
@@ -116,8 +118,26 @@ impl Inside {
                 HeaderDisk { disk: **disk, size, facts: image.facts.clone(), role }
             };
             let images = images.iter().map(image).collect();
-            vms.push(FoundVm { vm, descriptor: FoundDescriptor::Missing { images, key } });
+            let descriptor = FoundDescriptor::Missing { images, key };
+            vms.push(FoundVm { vm, descriptor, memories: Vec::new() });
         }
         Ok(DatastoreSurvey { mark, vms, incomplete: None })
+    }
+
+    /// The memory that snapshots of a VM keep, where its first disk is on this datastore.
+    fn memories_beside(
+        &self,
+        descriptor: &VmDescriptor,
+        here: Option<DatastoreId>,
+    ) -> Vec<KeptMemory> {
+        let first = descriptor.disks.first();
+        if first.is_none_or(|disk| disk.datastore.is_some_and(|at| Some(at) != here)) {
+            return Vec::new();
+        }
+        let kept = descriptor.snapshots.iter().filter_map(|it| {
+            let generation = *self.persisted.kept_memories.get(&it.snapshot)?;
+            Some(KeptMemory { snapshot: it.snapshot, generation })
+        });
+        kept.collect()
     }
 }

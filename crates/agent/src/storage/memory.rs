@@ -12,7 +12,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,8 @@ use vmseal_api::atomic_file;
 use vmseal_api::host::VmSpec;
 use vmseal_api::id::{DiskId, SnapshotId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_seal::file::{FileError, Identity, Kind, Wanted};
+use vmseal_seal::file::{FileError, HEADER_LEN, Header, Identity, Kind, Wanted};
+use vmseal_seal::frame::{END_LEN, may_be_end};
 use vmseal_seal::stream::{CopyError, SealedReader, SealedWriter};
 use vmseal_secret::SecretBytes;
 
@@ -384,6 +385,25 @@ impl SavedMachine {
         let record = record.map_err(|error| invalid(format!("its machine {error}")))?;
         Ok(Self { machine: stored.machine, record })
     }
+}
+
+/// The memory that a snapshot keeps in this home of a VM: the generation that its file says. None without such a file that is whole: its
+/// header and its end are looked at, and nothing is opened, as the VM's key is not at hand. Who writes to the datastore decides what is
+/// there.
+#[must_use]
+pub fn kept_in(home: &Path, vm: VmId, snapshot: SnapshotId) -> Option<u64> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(home.join(format!("{SNAPSHOT_MEMORY}{snapshot}")))
+        .ok()?;
+    let metadata = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
+    let at = metadata.len().checked_sub(END_LEN as u64)?;
+    let mut end = [0; END_LEN];
+    file.read_exact_at(&mut end, at).ok()?;
+    let Identity { vm: of, kind, generation } = Header::read(&mut &file).ok()?.identity();
+    let is_whole = at >= HEADER_LEN as u64 && may_be_end(&end);
+    (is_whole && of == vm.0 && kind == Kind::Memory).then_some(generation)
 }
 
 /// How a user gives a saved memory up.

@@ -7,7 +7,7 @@ use std::path::Path;
 use vmseal_api::datastore::{HeaderRole, ImageContent};
 use vmseal_api::filter::DISKS_MAX;
 use vmseal_api::host::descriptor::VmDescriptor;
-use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk};
+use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskState};
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::Problem;
@@ -18,6 +18,7 @@ use crate::storage::file_error::failed;
 use crate::storage::home::DESCRIPTOR;
 use crate::storage::image_content::look;
 use crate::storage::mark::{directory, marker};
+use crate::storage::memory;
 
 /// The most directory entries that are looked at, so that a foreign tree does not delay it for long.
 const ENTRIES_MAX: usize = 100_000;
@@ -53,22 +54,37 @@ pub fn survey(location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> 
             continue;
         }
         if entry.path().join(DESCRIPTOR).symlink_metadata().is_err() {
-            survey.vms.push(FoundVm { vm, descriptor: from_headers(&entry.path(), vm) });
+            let descriptor = from_headers(&entry.path(), vm);
+            survey.vms.push(FoundVm { vm, descriptor, memories: Vec::new() });
             continue;
         }
         let (length, descriptor) = descriptor::read(&entry.path().join(DESCRIPTOR));
         text += length;
-        let descriptor = match descriptor {
+        let found = match descriptor {
             Ok(descriptor) => {
+                let memories = memories(&entry.path(), vm, &descriptor);
                 let made = made(&descriptor);
-                FoundDescriptor::Read { descriptor: Box::new(descriptor), made }
+                let descriptor = FoundDescriptor::Read { descriptor: Box::new(descriptor), made };
+                FoundVm { vm, descriptor, memories }
             }
-            Err(why) => FoundDescriptor::Unusable { detail: why },
+            Err(why) => {
+                let descriptor = FoundDescriptor::Unusable { detail: why };
+                FoundVm { vm, descriptor, memories: Vec::new() }
+            }
         };
-        survey.vms.push(FoundVm { vm, descriptor });
+        survey.vms.push(found);
     }
     survey.vms.sort_by_key(|found| found.vm);
     Ok(survey)
+}
+
+/// The memory that snapshots of a VM keep in its home here. Descriptors do not say which do.
+fn memories(home: &Path, vm: VmId, descriptor: &VmDescriptor) -> Vec<KeptMemory> {
+    let kept = descriptor.snapshots.iter().filter_map(|it| {
+        let snapshot = it.snapshot;
+        Some(KeptMemory { snapshot, generation: memory::kept_in(home, vm, snapshot)? })
+    });
+    kept.collect()
 }
 
 /// What the images of a VM say of it.
@@ -136,16 +152,21 @@ fn made(descriptor: &VmDescriptor) -> Vec<DiskState> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use vmseal_api::hardware::Firmware;
     use vmseal_api::host::descriptor::LENGTH_MAX;
-    use vmseal_api::host::{DatastoreSpec, Device, DiskRole};
+    use vmseal_api::host::{DatastoreSpec, Device, DiskRole, SnapshotSpec};
+    use vmseal_api::id::SnapshotId;
+    use vmseal_seal::file::{Identity, Kind};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
     use crate::storage::datastore;
     use crate::storage::disk::begin_empty;
-    use crate::storage::home::Home;
+    use crate::storage::home::{Home, SNAPSHOT_MEMORY};
+    use crate::storage::sealed::vm_key;
 
     #[test]
     fn a_survey_lists_the_vms_of_any_mark_and_opens_nothing_that_is_no_file() {
@@ -178,7 +199,8 @@ mod tests {
         let found = survey(&location).unwrap();
         assert_eq!((found.mark, found.incomplete), (Some(place.datastore), None));
         assert_eq!(found.vms.len(), 5);
-        for FoundVm { vm, descriptor } in &found.vms {
+        for FoundVm { vm, descriptor, memories } in &found.vms {
+            assert!(memories.is_empty());
             match descriptor {
                 FoundDescriptor::Read { descriptor, made } => {
                     assert!(made.is_empty());
@@ -192,6 +214,56 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Files that are cut off, another VM's, or no files, are none: a snapshot would be reverted to a memory that opens nowhere.
+    #[test]
+    fn a_survey_says_which_snapshots_keep_a_memory_that_is_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
+        datastore::probe(&place).unwrap();
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = crate::process::run_dir::tests::spec();
+        let mut disk = crate::rules::tests::disk("disk");
+        disk.datastore = place.clone();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        let ids: [SnapshotId; 5] = std::array::from_fn(|_| SnapshotId::new());
+        let snapshots = ids.iter().enumerate().map(|(index, snapshot)| SnapshotSpec {
+            snapshot: *snapshot,
+            name: format!("snapshot-{index}"),
+            parent: None,
+            created: jiff::Timestamp::now(),
+            quiesced: None,
+            current: false,
+            disks: vec![disk.disk],
+        });
+        spec.snapshots = snapshots.collect();
+        spec.devices = vec![Device::Disk(disk)];
+        let home = Home::of(&place, spec.vm).unwrap();
+        home.describe(&spec, &place, Some(&kek)).unwrap();
+        let key = vm_key(&spec, Some(&kek)).unwrap();
+        let file = |snapshot: SnapshotId| home.path().join(format!("{SNAPSHOT_MEMORY}{snapshot}"));
+        let write = |snapshot: SnapshotId, vm: VmId| {
+            let to = std::fs::File::create(file(snapshot)).unwrap();
+            let identity = Identity { vm: vm.0, kind: Kind::Memory, generation: 7 };
+            let mut to = vmseal_seal::file::create(to, identity, key.as_ref()).unwrap();
+            to.write_all(&[1; 5000]).unwrap();
+            to.finish().unwrap();
+        };
+        let [whole, cut, linked, of_another, none] = ids;
+        write(whole, spec.vm);
+        write(cut, spec.vm);
+        let length = file(cut).metadata().unwrap().len();
+        let shorter = std::fs::File::options().write(true).open(file(cut)).unwrap();
+        shorter.set_len(length - 1).unwrap();
+        std::os::unix::fs::symlink(file(whole), file(linked)).unwrap();
+        write(of_another, VmId::new());
+        let found = survey(&location).unwrap().vms.remove(0);
+        let said = matches!(&found.descriptor, FoundDescriptor::Read { descriptor, .. }
+            if descriptor.snapshots.iter().any(|it| it.snapshot == none));
+        assert!(said, "{found:?}");
+        assert_eq!(found.memories, [KeptMemory { snapshot: whole, generation: 7 }]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::descriptor::VmDescriptor;
 use super::disk::DiskFacts;
 use super::state::DiskState;
 use crate::datastore::HeaderRole;
-use crate::id::{DatastoreId, DiskId, ProviderId, VmId};
+use crate::id::{DatastoreId, DiskId, ProviderId, SnapshotId, VmId};
 
 /// What a host finds at the place of a datastore, whatever mark it has.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +28,19 @@ pub struct FoundVm {
     pub vm: VmId,
     /// Its descriptor, as it was found.
     pub descriptor: FoundDescriptor,
+    /// The memory that snapshots of the descriptor's keep here, as far as its files are whole. Not authenticated. Agents of earlier versions
+    /// do not tell.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memories: Vec<KeptMemory>,
+}
+
+/// The memory that a snapshot keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptMemory {
+    /// The snapshot, as the file is called.
+    pub snapshot: SnapshotId,
+    /// Which of the VM's memories it is, as the file's header says; 0 where nobody has counted it.
+    pub generation: u64,
 }
 
 /// A disk of a VM whose descriptor is missing.

@@ -31,8 +31,9 @@ pub enum Snapshot {
     /// Keep what the disks of a VM hold now, also while it runs or is suspended
     ///
     /// All disks are kept at one instant; the guest sees a short pause. Its file systems are frozen meanwhile if the
-    /// guest agent answers (`quiesced`); else the snapshot is as after a power cut. Memory is kept with `--memory`; what a
-    /// TPM keeps is not. Disks of an encrypted VM stay ciphertext, under the key that they have.
+    /// guest agent answers (`quiesced`); else the snapshot is as after a power cut. With `--memory` the guest's
+    /// memory is kept, with the state of its TPM; without, neither is. Disks of an encrypted VM stay ciphertext, under the key that
+    /// they have.
     #[command(visible_alias = "take")]
     Create {
         /// The VM's name or id

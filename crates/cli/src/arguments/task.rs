@@ -65,11 +65,11 @@ pub enum Task {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Have a task that copies disks copy nothing until it is resumed
+    /// Have a task that copies or reads disks stop doing so until it is resumed
     ///
     /// The tasks are those of `vmseal vm encrypt`, `decrypt`, `recrypt --deep` and `move`, until their guests are given the
     /// copies: the guest goes on, and what it changes meanwhile is copied afterwards; and those that make, read or merge disks: of
-    /// `vm create` and `clone`, `disk add` and `export`, `snapshot delete`, and `backup create`, `verify` and `restore`. It
+    /// `vm create`, `clone` and `prove`, `disk add` and `export`, `snapshot delete`, and `backup create`, `verify` and `restore`. It
     /// stays so over restarts of whatever.
     Pause {
         /// The task's id

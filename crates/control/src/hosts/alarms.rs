@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use vmseal_api::host::version::RUNNING_KEY;
 use vmseal_api::host::{
     HostDescription, HostState, KeyState, NoticeCode, Power, StopReason, Stopped, VmState,
 };
@@ -66,12 +67,27 @@ pub fn of_host(
 
 /// The alarms about VMs whose key no provider has any more, for these reasons, while the host still holds it.
 #[must_use]
-pub fn last_copies(host: &str, vms: &[Vm], lost: &HashMap<VmId, Problem>) -> Vec<RaisedAlarm> {
+pub fn last_copies(
+    host: &str,
+    description: &HostDescription,
+    vms: &[Vm],
+    lost: &HashMap<VmId, Problem>,
+) -> Vec<RaisedAlarm> {
+    let while_running = description.features.iter().any(|feature| feature == RUNNING_KEY);
     let of = |vm: &Vm| {
         let why = lost.get(&vm.id)?;
         let name = &vm.name;
+        let now = match while_running {
+            true => format!(
+                "Give the VM another key now, also while it runs (vmseal vm recrypt {name})"
+            ),
+            // An upgrade, which lets it do so while it runs, ends the agent.
+            false => format!(
+                "Stop the guest (vmseal vm stop {name}) and give the VM another key now (vmseal vm recrypt {name}); do not upgrade the agent before"
+            ),
+        };
         let detail = format!(
-            "{why}. Host '{host}' holds the last copy of the key, in the memory of its agent: do not restart the agent or the host. Stop the guest (vmseal vm stop {name}) and give the VM another key now (vmseal vm recrypt {name})"
+            "{why}. Host '{host}' holds the last copy of the key, in the memory of its agent: do not restart the agent or the host. {now}"
         );
         let (code, target) = ("key-on-host-only", name.clone());
         Some(RaisedAlarm { code, target, detail, reason: why.reason })

@@ -526,7 +526,8 @@ impl Monitor {
         let problems = self.deliveries.problems();
         let mut raised = alarms::of_host(&self.name, description, state, &vms, &disks, &problems);
         let certificate = self.agent.certificate();
-        raised.extend(alarms::last_copies(&self.name, &vms, &self.last_copies(&vms, state)));
+        let lost = self.last_copies(&vms, state);
+        raised.extend(alarms::last_copies(&self.name, description, &vms, &lost));
         let older = |vm: &Vm| Some(alarms::older(vm, &self.older.get(&vm.id)?.0));
         raised.extend(vms.iter().filter_map(older));
         raised.extend(expiry::of_host(&self.name, certificate.as_deref(), Timestamp::now()));

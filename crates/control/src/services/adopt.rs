@@ -6,6 +6,7 @@
 //! inventory.
 
 mod authentic;
+mod memories;
 mod newer;
 mod rekeyed;
 
@@ -95,6 +96,7 @@ pub async fn adopt(
     for vm in survey.vms.into_iter().filter(asked) {
         found.push(completed(services, &known, &request, vm).await?);
     }
+    memories::complete(&*agent, &known, &mut found).await;
     known.rekeyed = rekeyed(services, &known, &found).await?;
     known.changed = changed(services, &known, &found).await?;
     if let Some(missing) = request
@@ -207,8 +209,10 @@ async fn completed(
 ) -> Result<FoundVm, Problem> {
     let vm = found.vm;
     let FoundDescriptor::Missing { images, key } = found.descriptor else { return Ok(found) };
-    let unusable =
-        |detail: String| Ok(FoundVm { vm, descriptor: FoundDescriptor::Unusable { detail } });
+    let unusable = |detail: String| {
+        let descriptor = FoundDescriptor::Unusable { detail };
+        Ok(FoundVm { vm, descriptor, memories: Vec::new() })
+    };
     let Some(named) = request.rename.iter().find(|rename| rename.vm == vm.to_string()) else {
         return unusable(format!(
             "it has no descriptor: its images alone are there. Give it a name (--rename {vm}=NAME)"
@@ -265,7 +269,7 @@ async fn completed(
         mac: None,
     });
     let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
-    Ok(FoundVm { vm, descriptor })
+    Ok(FoundVm { vm, descriptor, memories: Vec::new() })
 }
 
 /// What the headers of a VM's disks say of its machine, and the name and role of each disk. Without a header that says so, a disk is
@@ -381,7 +385,7 @@ fn judge(
         Ok(definition) => {
             taken.insert(name);
             line.policy = Some(definition.policy_name.clone());
-            let definition = Some(definition);
+            let definition = Some(Definition { memories: found.memories, ..definition });
             return (line, Some(Box::new(Candidate { descriptor, definition, changed: None })));
         }
     }
@@ -485,6 +489,7 @@ fn define(
         policy_name,
         replaces: None,
         replaces_devices: None,
+        memories: Vec::new(),
     })
 }
 

@@ -635,6 +635,7 @@ pub(crate) async fn define(
         policy_name: policy.name,
         replaces: None,
         replaces_devices: None,
+        memories: Vec::new(),
     })
 }
 

@@ -75,13 +75,13 @@ pub async fn clone(
         documents: documents.as_ref().zip(key_box.as_deref()),
         runs,
     };
-    // A clone for another host takes room at both. They are asked before the task as a dry run asks them: what the second one lacks would be
-    // found only when all was made at the first.
-    if dry_run || destination.is_some() {
-        let planned = wanted.planned().await?;
-        if dry_run {
-            return Ok(Outcome::Planned(planned));
-        }
+    if dry_run {
+        return Ok(Outcome::Planned(wanted.planned().await?));
+    }
+    // A clone for another host takes room at both. They are asked before the task: what the second one lacks would be found only when all was
+    // made at the first.
+    if let Some(there) = &destination {
+        wanted.require_room(there).await?;
     }
     let mut write = services.store.write().await?;
     let Reserved { vm, operation, .. } = wanted.reserve(&mut write).await?;
@@ -203,6 +203,15 @@ impl Wanted<'_> {
             }
             None => Ok(()),
         }
+    }
+
+    /// Refuses a clone for another host that the two have no room for. What a dry run warns of besides is not looked for.
+    async fn require_room(&self, there: &Destination) -> Result<(), Problem> {
+        let mut write = self.services.store.write().await?;
+        let Reserved { vm, made, cards, .. } = self.reserve(&mut write).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        there.examine(self.services, &vm, (&made[..], &cards[..])).await.map(drop)
     }
 
     /// What would be done. The hosts are asked whether they have the room and whatever else it takes, and nothing is changed.
@@ -371,7 +380,7 @@ async fn runs_now(services: &Services, vm: &vms::Vm) -> Result<bool, Problem> {
     match power(services, vm).await? {
         None | Some(Power::Off) => Ok(false),
         Some(Power::Running | Power::Paused) => Ok(true),
-        Some(Power::Suspended) => Err(saved_memory::refusal(vm)),
+        Some(Power::Suspended) => Err(saved_memory::refusal_of_clone(vm)),
         Some(now) => {
             let detail = format!(
                 "VM '{}' is {}: wait until it runs or is off, or clone a snapshot of it (--snapshot NAME)",

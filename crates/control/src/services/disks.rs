@@ -15,6 +15,7 @@ use vmseal_api::transfer::ExportFormat;
 
 use super::caller::{Caller, Privilege};
 use super::features;
+use super::saved_memory;
 use super::snapshots;
 use super::vms::{plan, power, require_no_template, require_ready};
 use super::{Outcome, Services};
@@ -304,8 +305,10 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
 
 async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {
     require_ready(vm)?;
-    if power(services, vm).await?.is_none_or(|power| power == Power::Off) {
-        return Ok(());
+    match power(services, vm).await? {
+        None | Some(Power::Off) => return Ok(()),
+        Some(Power::Suspended) => return Err(saved_memory::refusal_of_export(vm)),
+        Some(_) => {}
     }
     let name = &vm.name;
     let detail = format!(

@@ -239,13 +239,23 @@ pub(super) async fn count(services: &Services, vm: &Vm) -> Result<usize, Problem
     Ok(dumps::of_vm(&mut *services.store.read().await?, vm.id).await?.len())
 }
 
-/// Refuses what would leave core dumps that no key opens.
+/// Refuses what would leave core dumps that no key opens: `what` says why, and what else can be done.
 pub(super) async fn require_none(services: &Services, vm: &Vm, what: &str) -> Result<(), Problem> {
     let known = dumps::of_vm(&mut *services.store.read().await?, vm.id).await?;
     let Some(first) = known.first() else { return Ok(()) };
     let detail = format!(
-        "VM '{0}' has core dumps, '{1}' for one, and {what}: decrypt or delete them first (vmseal dump list {0})",
-        vm.name, first.name
+        "VM '{}' has core dumps, '{}' for one, and {what}, or {}",
+        vm.name,
+        first.name,
+        deletion(vm, first)
     );
     Err(Problem::new(ErrorCode::WrongState, detail))
+}
+
+/// How a VM comes to have no core dumps, of which this is one: decrypting them does not remove them.
+pub(super) fn deletion(vm: &Vm, dump: &Dump) -> String {
+    let (vm, dump) = (&vm.name, &dump.name);
+    format!(
+        "delete all of them (vmseal dump delete {vm} {dump}), and before that decrypt what is still needed of each (vmseal dump decrypt {vm} {dump} --to FILE)"
+    )
 }

@@ -143,7 +143,8 @@ pub async fn move_disks(
     };
     features::require(services, &vm, MOVE, "move disks to another datastore")?;
     let at_rest = tpm_is_at_rest(services, &vm, &known).await?;
-    let disks = match request.disks.is_empty() {
+    let all = request.disks.is_empty();
+    let disks = match all {
         true => known.iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect(),
         false => disks_by_name(&vm, &known, &request.disks, (!at_rest).then_some(IN_USE))?,
     };
@@ -151,7 +152,7 @@ pub async fn move_disks(
     let mut from: Vec<_> = known.iter().filter_map(from).collect();
     from.dedup();
     let (place, to) = (Some(to.name), spec);
-    let operation = Operation::MoveVm { vm: vm.id, disks, from, to };
+    let operation = Operation::MoveVm { vm: vm.id, disks, all, from, to };
     let rate = request.rate;
     let (policy, as_it_is) = (None, None);
     let wanted = Wanted { vm, known, operation, policy, place, rate, as_it_is, at_rest };
@@ -459,7 +460,7 @@ async fn require_dumps_follow(services: &Services, wanted: &Wanted) -> Result<us
     if wanted.operation.is_in_place() {
         // Where the VM's key stays as it is core dumps do, too.
         if wanted.changes_key() {
-            let what = "they would not be encrypted as the VM is";
+            let what = "they would not be encrypted as the VM is: leave out --in-place, and they are copied as well, where there is room";
             super::dumps::require_none(services, &wanted.vm, what).await?;
         }
         return Ok(0);

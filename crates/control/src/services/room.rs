@@ -83,6 +83,13 @@ pub(super) async fn examine(
     vm: &vms::Vm,
     made: &[Disk],
 ) -> Result<Vec<String>, Problem> {
+    let mut warnings = shared(services, vm).await?;
+    warnings.extend(examine_made(services, vm, made).await?);
+    Ok(warnings)
+}
+
+/// Says what memory and processors a VM's host does not have beside its other VMs.
+pub(super) async fn shared(services: &Services, vm: &vms::Vm) -> Result<Vec<String>, Problem> {
     let mut warnings: Vec<String> = memory_beside(services, vm).await?.into_iter().collect();
     if let Some(description) = &services.hosts.view(vm.host).description
         && vm.vcpus > description.cpus
@@ -92,7 +99,17 @@ pub(super) async fn examine(
             vm.host_name, description.cpus, vm.vcpus
         ));
     }
+    Ok(warnings)
+}
+
+/// Checks that the VM's disks have room together, and says where they may not once they are full.
+pub(super) async fn examine_made(
+    services: &Services,
+    vm: &vms::Vm,
+    made: &[Disk],
+) -> Result<Vec<String>, Problem> {
     let agent = services.hosts.connected(vm.host)?;
+    let mut warnings = Vec::new();
     for store in stores(made.iter().map(|disk| (disk, disk.encrypted))) {
         warnings.extend(store.examine(&*agent, "disks").await?);
     }

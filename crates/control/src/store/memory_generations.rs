@@ -6,6 +6,7 @@
 //!  a snapshot       number: one of its own; of a VM that is suspended that of its memory, which the snapshot keeps then
 //!  revert           expect: that of the snapshot; renew where it keeps none and the VM was suspended
 //!  an arrival       expect: what the other inventory has expected, of a VM that is suspended
+//!  an adoption      that of a snapshot's memory is what its file says
 //! ```
 
 use jiff::Timestamp;
@@ -18,6 +19,10 @@ use super::{StoreError, to_name, unsigned};
 
 /// What a generation is, for errors.
 const GENERATION: &str = "the generation of a memory";
+
+/// How far ahead of the clock, in seconds, a number may be that a file on a datastore says: no VM's memory is saved so much more often than once
+/// a second. Who writes to the datastore could else leave no number for later memories.
+const AHEAD_MAX: i64 = 24 * 60 * 60;
 
 /// A number that no memory of the VM has had. It is not below the seconds since 1970, so that an inventory that does not know of former
 /// memories (a VM was adopted, or this is an older copy of the inventory) gives no number twice either. None without the VM.
@@ -151,6 +156,20 @@ pub async fn take_over(
         .execute(to)
         .await?;
     Ok(())
+}
+
+/// The same of a generation that a file on a datastore says, whose VM is adopted. The file says the truth where it opens, as its key depends on
+/// that. One that is not counted, or cannot be, is not recorded: any memory is taken then.
+pub async fn take_found(
+    to: &mut SqliteConnection,
+    snapshot: &Snapshot,
+    generation: u64,
+) -> Result<(), StoreError> {
+    let most = Timestamp::now().as_second().saturating_add(AHEAD_MAX);
+    match i64::try_from(generation).is_ok_and(|number| (1..=most).contains(&number)) {
+        true => take_over(to, snapshot, generation).await,
+        false => Ok(()),
+    }
 }
 
 /// Has the VM's memory be of the generation that another inventory has given it: the VM comes from there, suspended. No memory gets it, or

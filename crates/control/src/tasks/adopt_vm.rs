@@ -27,7 +27,7 @@ use crate::operation::{Definition, Operation};
 use crate::store::events::NewEvent;
 use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, keys, nics, placements};
+use crate::store::{Write, keys, memory_generations, nics, placements};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -288,6 +288,7 @@ pub(crate) async fn insert_rows(
         nics::insert(write, vm.id, position, nic).await?;
     }
     for of in &definition.spec.snapshots {
+        let kept = definition.memories.iter().find(|kept| kept.snapshot == of.snapshot);
         let snapshot = Snapshot {
             id: of.snapshot,
             vm: vm.id,
@@ -295,13 +296,16 @@ pub(crate) async fn insert_rows(
             description: String::new(),
             parent: of.parent,
             created: of.created,
-            memory: false,
+            memory: kept.is_some(),
             state: SnapshotState::Ready,
             quiesced: of.quiesced,
             current: of.current,
             disks: of.disks.clone(),
         };
         snapshots::insert(write, &snapshot).await?;
+        if let Some(kept) = kept {
+            memory_generations::take_found(write, &snapshot, kept.generation).await?;
+        }
     }
     Ok(())
 }

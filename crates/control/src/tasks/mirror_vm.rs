@@ -707,6 +707,15 @@ fn as_options(disks: &[DiskId]) -> String {
     disks.iter().map(|disk| format!(" --disk {disk}")).collect()
 }
 
+/// The command that begins a deep recryption again, of the same disks.
+fn deep_recrypt(operation: &Operation, target: &str) -> String {
+    let named = match operation {
+        Operation::DeepRecryptVm { disks, .. } => as_options(disks),
+        _ => String::new(),
+    };
+    format!("vmseal vm recrypt --deep {target}{named}")
+}
+
 /// The problem of a failure after the host has begun to use the copies.
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     let (what, left, again) = match operation {
@@ -725,15 +734,19 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             },
             format!("vmseal vm decrypt {target}{}", as_options(disks)),
         ),
-        Operation::MoveVm { to, .. } => (
-            "uses copies of its disks, all or some of them on the other datastore",
-            "their former images may be on the former datastore still",
-            format!("vmseal vm move {target} --datastore {}", to.datastore),
-        ),
+        Operation::MoveVm { to, disks, all, .. } => {
+            // The disk of a TPM may be named only while its guest is off: where all are moved none is named.
+            let named = if *all { String::new() } else { as_options(disks) };
+            (
+                "uses copies of its disks, all or some of them on the other datastore",
+                "their former images may be on the former datastore still",
+                format!("vmseal vm move {target} --datastore {}{named}", to.datastore),
+            )
+        }
         _ => (
             "uses copies of its disks with new keys",
             "their former images may be on the datastore still",
-            format!("vmseal vm recrypt --deep {target}"),
+            deep_recrypt(operation, target),
         ),
     };
     let detail = format!(

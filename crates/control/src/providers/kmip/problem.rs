@@ -177,10 +177,10 @@ fn remedy(fault: KeyFault, name: &str) -> String {
         ),
         KeyFault::KeyNotActive => "Activate it at the KMS".to_owned(),
         KeyFault::KeyDeactivated => {
-            "It opens what there is and encrypts nothing new: give the VM another key before the KMS destroys this one (vmseal vm stop, then vmseal vm recrypt), or activate it again at the KMS where that is possible".to_owned()
+            "It opens what there is and encrypts nothing new: give the VM another key before the KMS destroys this one (vmseal vm recrypt, also while it runs), or activate it again at the KMS where that is possible".to_owned()
         }
         KeyFault::KeyCompromised => {
-            "It opens what there is and encrypts nothing new: give the VM another key (vmseal vm stop, then vmseal vm recrypt). The disks' own keys stay: whoever had this key and read a disk can read what is written to it later, so copy such data into a new VM".to_owned()
+            "It opens what there is and encrypts nothing new: give the VM another key (vmseal vm recrypt, also while it runs). The disks' own keys stay, and whoever had this key and read a disk's header can read what is written to the disk later: after that encrypt the data again under new ones (vmseal vm recrypt --deep)".to_owned()
         }
         KeyFault::KeyDestroyed => {
             "Restore it from a backup of the KMS; without it the VM's data is lost".to_owned()
@@ -238,7 +238,10 @@ mod tests {
         assert_eq!(ended(OwnCertificate::Valid), Some(KeyFault::KmsUnreachable));
         assert_eq!(ended(OwnCertificate::Expired), Some(KeyFault::ClientCertificateExpired));
         for fault in [KeyFault::KeyDeactivated, KeyFault::KeyCompromised] {
-            assert!(remedy(fault, "kms").contains("vmseal vm recrypt"));
+            let remedy = remedy(fault, "kms");
+            assert!(remedy.contains("vmseal vm recrypt, also while it runs"), "{remedy}");
+            let deep = remedy.contains("vmseal vm recrypt --deep");
+            assert_eq!(deep, fault == KeyFault::KeyCompromised, "{remedy}");
         }
     }
 

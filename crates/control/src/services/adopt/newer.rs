@@ -193,6 +193,7 @@ fn define(vm: Vm, spec: VmSpec, descriptor: &VmDescriptor, wanted: Wanted) -> Ch
         policy_name: vm.policy_name,
         replaces: vm.key,
         replaces_devices: Some(before),
+        memories: Vec::new(),
     };
     Changed { definition, said }
 }

@@ -407,28 +407,47 @@ impl Destination {
         (made, cards): (&[Disk], &[NicSpec]),
         planned: &mut Plan,
     ) -> Result<(), Problem> {
-        let there = self.placed(made);
-        let (host, host_name) = (self.host.id, self.host.name.clone());
-        let at = vms::Vm { host, host_name, ..vm.clone() };
+        let (there, at) = (self.placed(made), self.at(vm));
         planned.steps.insert(0, room::understood(&at, &there));
         planned.steps.insert(1, self.understood(vm, made));
-        let warnings = room::examine(services, &at, &there).await.map_err(of_datastore)?;
-        planned.warnings.extend(warnings);
+        planned.warnings.extend(room::shared(services, &at).await?);
+        planned.warnings.extend(self.examine(services, vm, (made, cards)).await?);
+        if let Way::Sent { encrypted, .. } = &self.way {
+            planned.warnings.extend(in_the_clear(vm, *encrypted));
+        }
+        planned.warnings.extend(image_layouts::in_directories(policy, &there));
+        Ok(())
+    }
+
+    /// Asks both hosts whether they can make the disks and have the room, and says where thin disks may not have it.
+    pub(super) async fn examine(
+        &self,
+        services: &Services,
+        vm: &vms::Vm,
+        (made, cards): (&[Disk], &[NicSpec]),
+    ) -> Result<Vec<String>, Problem> {
+        let (there, at) = (self.placed(made), self.at(vm));
+        let examined = room::examine_made(services, &at, &there).await;
+        let mut warnings = examined.map_err(of_datastore)?;
         match &self.way {
             Way::Beside => {}
             Way::Shared(_) => {
                 let asked = create_vm::examine_disks(services, vm, made, cards).await;
                 asked.map_err(of_datastore)?;
             }
-            Way::Sent { encrypted, .. } => {
+            Way::Sent { .. } => {
                 let asked = create_vm::examine_disks(services, &at, &there, cards).await;
                 asked.map_err(of_datastore)?;
-                planned.warnings.extend(room::examine_copies(services, vm, made).await?);
-                planned.warnings.extend(in_the_clear(vm, *encrypted));
+                warnings.extend(room::examine_copies(services, vm, made).await?);
             }
         }
-        planned.warnings.extend(image_layouts::in_directories(policy, &there));
-        Ok(())
+        Ok(warnings)
+    }
+
+    /// The clone as it will be on that host.
+    fn at(&self, vm: &vms::Vm) -> vms::Vm {
+        let (host, host_name) = (self.host.id, self.host.name.clone());
+        vms::Vm { host, host_name, ..vm.clone() }
     }
 
     /// Which way it goes, for people.

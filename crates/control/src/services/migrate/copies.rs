@@ -12,6 +12,7 @@ use vmseal_api::size::Size;
 use super::kept;
 use crate::hosts::osds;
 use crate::services::Services;
+use crate::services::dumps::deletion;
 use crate::services::vms::require_no_clones;
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::Disk;
@@ -149,8 +150,9 @@ pub(super) async fn of(
         let dumps = dumps::of_vm(&mut read, vm.id).await.map_err(|error| failed(error.into()))?;
         if let Some(dump) = dumps.first() {
             return Err(format!(
-                "the VM has core dumps, '{}' for one, which are beside its first disk and would stay behind: decrypt or delete them first (vmseal dump list {})",
-                dump.name, vm.name
+                "the VM has core dumps, '{}' for one, which are beside its first disk and would stay behind: {}",
+                dump.name,
+                deletion(vm, dump)
             ));
         }
         if services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| !seen.panic_dumps.is_empty()) {
@@ -382,6 +384,9 @@ mod tests {
         fixture.add_dump(vm, "first").await;
         let told = planned(&fixture, Some("far"), None).await;
         assert!(told.contains("core dumps, 'first' for one"), "{told}");
+        // Decrypting alone would leave it there.
+        assert!(told.contains("delete all of them (vmseal dump delete web first)"), "{told}");
+        assert!(told.contains("(vmseal dump decrypt web first --to FILE)"), "{told}");
         let told = planned(&fixture, Some("near"), None).await;
         assert!(told.contains("choose host 'near'"), "{told}");
     }

@@ -20,8 +20,8 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::former::drop_sources;
 use super::{
-    Cancelled, MirrorVmStep, as_options, check, copied, encrypts, is_lost, keys, known_to_host,
-    may_go_on, prepare, put, record,
+    Cancelled, MirrorVmStep, as_options, check, copied, deep_recrypt, encrypts, is_lost, keys,
+    known_to_host, may_go_on, prepare, put, record,
 };
 use crate::operation::Operation;
 use crate::store::tasks::Task;
@@ -312,7 +312,7 @@ pub(crate) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
         Operation::DecryptVm { disks, .. } => {
             ("decrypted", format!("vmseal vm decrypt {target}{}", as_options(disks)))
         }
-        _ => ("encrypted anew", format!("vmseal vm recrypt --deep {target}")),
+        _ => ("encrypted anew", deep_recrypt(operation, target)),
     };
     let detail = format!(
         "the disks of VM '{target}' are being {what} in place, which has not come to its end ({cause}): nothing is lost, and the VM cannot start before it has. Once the cause is fixed, begin it again, which goes on where it was ({again} --in-place)"

@@ -14,9 +14,9 @@ use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::super::adopt_vm;
-use super::*;
+use super::{mirror, snapshots, *};
 use crate::services::{Caller, Outcome, adopt, create_vm, set_vm};
-use crate::store::{keys, policies, vms};
+use crate::store::{keys, memory_generations, policies, vms};
 
 pub fn steps() -> Vec<&'static str> {
     adopt_vm::STEPS.iter().map(|step| step.name()).collect()
@@ -112,6 +112,50 @@ async fn an_adopted_vm_is_what_it_was_and_starts() {
     // A second time it is known.
     let told = asked(&fixture, AdoptVms::default(), false).await;
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
+}
+
+/// Its descriptor does not say which of its snapshots keep memory: the files beside its first disk do, on whatever datastore that is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_adopted_vm_has_the_memory_that_its_snapshots_keep() {
+    for elsewhere in [false, true] {
+        let fixture = Fixture::new().await;
+        let vm = fixture.running("web").await;
+        let asleep = snapshots::taken_with(&fixture, vm, "asleep", true).await;
+        let disks = snapshots::taken(&fixture, vm, "disks").await;
+        let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
+        fixture.done(stop, "web").await;
+        if elsewhere {
+            let (first, to) = (fixture.disks(vm).await.remove(0), mirror::second(&fixture).await);
+            let moves = Operation::MoveVm {
+                vm,
+                disks: vec![first.id],
+                all: false,
+                from: vec![first.datastore.datastore],
+                to: to.spec_on(fixture.host).unwrap(),
+            };
+            fixture.done(moves, "web").await;
+        }
+        let generation = async || {
+            let mut read = fixture.store.read().await.unwrap();
+            memory_generations::of_snapshot(&mut read, asleep).await.unwrap()
+        };
+        let before = generation().await;
+        assert!(before.is_some(), "{elsewhere}: it has no generation");
+        lose(&fixture, vm).await;
+        let ended = fixture.ended(begin(&fixture).await).await;
+        assert_eq!(ended.state, TaskState::Done, "{elsewhere}: {:?}", ended.problem);
+        let rows = snapshots::rows(&fixture, vm).await;
+        let kept: Vec<_> = rows.iter().map(|row| (row.id, row.memory)).collect();
+        assert_eq!(kept, [(asleep, true), (disks, false)], "{elsewhere}");
+        assert_eq!(generation().await, before, "{elsewhere}");
+
+        let (running, discard_memory) = (false, false);
+        let revert = Operation::RevertSnapshot { vm, snapshot: asleep, running, discard_memory };
+        fixture.done(revert, "web").await;
+        fixture.assert_whole(vm, Power::Suspended, "reverted").await;
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        fixture.assert_whole(vm, Power::Running, "it goes on").await;
+    }
 }
 
 /// What its users say of it is in its descriptors: of one that is off, of one that runs, and after it has run on.

@@ -241,3 +241,25 @@ async fn a_dry_run_looks_at_the_datastore_that_is_named() {
         assert_eq!(bench.fixture.agent.disks().len(), 2, "a dry run has made something");
     }
 }
+
+/// What a suspended VM's disks hold is cloned from a snapshot, which the refusal of a clone without one names.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_suspended_vm_is_cloned_from_a_snapshot() {
+    let bench = Bench::new().await;
+    let vm = bench.fixture.running("web").await;
+    bench.fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let beside = |snapshot: Option<&str>| CloneVm {
+        datastore: None,
+        snapshot: snapshot.map(str::to_owned),
+        ..to("", "copy")
+    };
+    let refused = bench.ask(beside(None), true).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    for said in ["vmseal snapshot create web NAME", "--snapshot NAME", "vmseal vm resume web"] {
+        assert!(refused.detail.contains(said), "{refused}");
+    }
+    super::snapshots::taken(&bench.fixture, vm, "asleep").await;
+    assert_eq!(places(&bench.cloned(beside(Some("asleep"))).await), ["local"; 2]);
+    let seen = bench.fixture.hosts.view(bench.fixture.host);
+    assert_eq!(seen.vm(vm).map(|seen| seen.power), Some(Power::Suspended));
+}

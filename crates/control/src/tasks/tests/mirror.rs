@@ -117,6 +117,7 @@ impl Mirror {
                     vm,
                     from: vec![disks[0].datastore.datastore],
                     disks: disks.iter().map(|disk| disk.id).collect(),
+                    all: true,
                     to: to.spec_on(fixture.host).unwrap(),
                 }
             }
@@ -136,7 +137,7 @@ impl Mirror {
             What::Move => {
                 let location = DatastoreLocation::Dir { path: "/second".into() };
                 let to = DatastoreSpec { datastore: vmseal_api::id::DatastoreId::new(), location };
-                Operation::MoveVm { vm, disks: vec![], from: vec![], to }
+                Operation::MoveVm { vm, disks: vec![], all: true, from: vec![], to }
             }
         }
     }

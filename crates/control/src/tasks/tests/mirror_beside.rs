@@ -117,3 +117,31 @@ async fn core_dumps_follow_and_a_key_that_one_is_under_is_not_destroyed() {
     assert_eq!(fixture.vm(vm).await.unwrap().key, None);
     assert_eq!(fixture.events("key.destroyed").await.len(), destroyed + 1);
 }
+
+/// A conversion in place leaves core dumps as they are. Its refusal says what removes them: decrypting does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_conversion_in_place_that_core_dumps_keep_from_beginning_says_how_to_remove_them() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let vm = fixture.running("web").await;
+    let dump = fixture.add_dump(vm, "first").await;
+    fixture.done(Operation::DumpVm { vm, dump, to: None }, "web").await;
+    fixture.done(Operation::StopVm { vm, force: true, timeout_seconds: 1 }, "web").await;
+    let decrypt = || {
+        let request = DecryptVm { in_place: true, ..DecryptVm::default() };
+        mirror::decrypt(&services, &me, "web", request, true)
+    };
+    let refused = decrypt().await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    for said in [
+        "leave out --in-place",
+        "delete all of them (vmseal dump delete web first)",
+        "(vmseal dump decrypt web first --to FILE)",
+    ] {
+        assert!(refused.detail.contains(said), "{refused}");
+    }
+    fixture.done(Operation::DeleteDump { vm, dump }, "web").await;
+    let planned = decrypt().await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+}

@@ -346,3 +346,41 @@ async fn what_is_beside_a_disk_in_the_clear_is_as_its_vm() {
     assert!(!is_sealed().await);
     assert_eq!(fixture.vm(vm).await.unwrap().key, None);
 }
+
+/// Who begins an operation again as its problem says does it to the disks that it was about, and to no others.
+#[test]
+fn what_is_to_be_begun_again_names_the_disks_that_were_named() {
+    let (vm, disk) = (VmId::new(), DiskId::new());
+    let (policy, disks) = (vmseal_api::id::PolicyId::new(), || vec![disk]);
+    let location = vmseal_api::host::DatastoreLocation::Dir { path: "/second".into() };
+    let datastore = vmseal_api::id::DatastoreId::new();
+    let to = vmseal_api::host::DatastoreSpec { datastore, location };
+    let moves = |disks: Vec<DiskId>, all: bool| Operation::MoveVm {
+        vm,
+        disks,
+        all,
+        from: Vec::new(),
+        to: to.clone(),
+    };
+    let deep = |disks, in_place| Operation::DeepRecryptVm { vm, in_place, disks };
+    let decrypt = |disks, in_place| Operation::DecryptVm { vm, policy, in_place, disks };
+    let encrypt =
+        |disks, in_place| Operation::EncryptVm { vm, policy, provider: None, in_place, disks };
+    let moved = format!("(vmseal vm move web --datastore {datastore}");
+    for (operation, command) in [
+        (moves(disks(), false), format!("{moved} --disk {disk})")),
+        (moves(disks(), true), format!("{moved})")),
+        (deep(disks(), false), format!("(vmseal vm recrypt --deep web --disk {disk})")),
+        (deep(disks(), true), format!("(vmseal vm recrypt --deep web --disk {disk} --in-place)")),
+        (deep(Vec::new(), false), "(vmseal vm recrypt --deep web)".to_owned()),
+        (encrypt(disks(), false), format!("(vmseal vm encrypt web --disk {disk})")),
+        (encrypt(disks(), true), format!("(vmseal vm encrypt web --disk {disk} --in-place)")),
+        (decrypt(disks(), false), format!("(vmseal vm decrypt web --disk {disk})")),
+        (decrypt(disks(), true), format!("(vmseal vm decrypt web --disk {disk} --in-place)")),
+    ] {
+        let cause = Problem::new(ErrorCode::Unreachable, "its host is away");
+        let last = steps::of(&operation).last().unwrap();
+        let problem = steps::unfinished(&operation, *last, "web", &cause);
+        assert!(problem.detail.contains(&command), "{problem}");
+    }
+}

@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use vmseal_api::host::Exposing;
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::{self, SnapshotState};
-use vmseal_api::request::{RevertSnapshot, TakeSnapshot};
+use vmseal_api::request::{ExportDisk, RevertSnapshot, TakeSnapshot};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
@@ -81,7 +81,7 @@ pub(super) async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId
 }
 
 /// The same; with the memory of its guest, or without.
-async fn taken_with(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
+pub(super) async fn taken_with(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
     let snapshot = reserve(fixture, vm, name, memory).await;
     let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
     fixture.done(operation, "web").await;
@@ -437,4 +437,37 @@ async fn a_snapshot_that_is_exposed_is_not_deleted_and_stays_as_it_is() {
     let plain = disks::expose(&services, &me, "open", &disk, Exposing::HoldSealed).await;
     let plain = plain.err().unwrap();
     assert_eq!(plain.field.as_deref(), Some("sealed"), "{plain}");
+}
+
+/// Nothing writes to the disks of a suspended VM, and it cannot be stopped: the refusal of an export says what can be done.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_of_a_suspended_vm_is_exported_from_a_snapshot() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let disk = fixture.disks(vm).await[0].name.clone();
+    let export = |snapshot: Option<&str>| {
+        let request = ExportDisk {
+            to: OUT.into(),
+            format: ExportFormat::Raw,
+            plaintext: true,
+            passphrase: None,
+            snapshot: snapshot.map(str::to_owned),
+            rate: None,
+        };
+        disks::export(&services, &me, "web", &disk, request, true)
+    };
+    let refused = export(None).await.unwrap_err();
+    assert!(refused.detail.contains("or stop it first"), "{refused}");
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let refused = export(None).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(!refused.detail.contains("written to"), "{refused}");
+    for said in ["vmseal snapshot create web NAME", "vmseal vm resume web", "vmseal vm stop web"] {
+        assert!(refused.detail.contains(said), "{refused}");
+    }
+    taken(&fixture, vm, "asleep").await;
+    let planned = export(Some("asleep")).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
 }
