@@ -33,6 +33,7 @@ mod matrix;
 mod migrate;
 mod mirror;
 mod mirror_beside;
+mod mirror_tpm;
 mod older_memories;
 mod outage;
 mod pacing;

@@ -81,7 +81,12 @@ pub(super) async fn taken(fixture: &Fixture, vm: VmId, name: &str) -> SnapshotId
 }
 
 /// The same; with the memory of its guest, or without.
-pub(super) async fn taken_with(fixture: &Fixture, vm: VmId, name: &str, memory: bool) -> SnapshotId {
+pub(super) async fn taken_with(
+    fixture: &Fixture,
+    vm: VmId,
+    name: &str,
+    memory: bool,
+) -> SnapshotId {
     let snapshot = reserve(fixture, vm, name, memory).await;
     let operation = Operation::TakeSnapshot { vm, snapshot, quiesce: true };
     fixture.done(operation, "web").await;
