@@ -48,6 +48,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
                 autostart: false,
                 cloud_init: None,
                 uefi_variables: None,
+                tpm_state: None,
             };
             (request, None)
         }
@@ -170,6 +171,7 @@ fn from_domain(
         autostart: false,
         cloud_init: None,
         uefi_variables: None,
+        tpm_state: None,
     })
 }
 

@@ -46,6 +46,7 @@ mod revoked;
 mod single_disks;
 mod snapshots;
 mod tpm;
+mod tpm_state;
 mod uefi_variables;
 mod upgrade;
 mod waiting;
