@@ -65,8 +65,7 @@ pub async fn make(wanted: MakeTpm<'_>, builder: &DiskBuilder, slot: &Slot) -> Re
     };
     let (path, making) = spawn_blocking(begin).await.map_err(internal)??;
     if let Some(taken) = taken {
-        let (of, program, place) =
-            (Arc::clone(&making), swtpm.clone(), builder.directory.clone());
+        let (of, program, place) = (Arc::clone(&making), swtpm.clone(), builder.directory.clone());
         let give = move || taken.give(&program, &place, &of.state());
         spawn_blocking(give).await.map_err(internal)??.end_within(tpm::END_TIMEOUT).await;
         // swtpm would make a new TPM where nothing is.
