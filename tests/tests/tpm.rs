@@ -270,6 +270,91 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 }
 
+/// A domain of libvirt's with the guest of these tests, and a TPM with this backend.
+fn domain(backend: &str) -> String {
+    format!(
+        "<domain type='kvm'><name>web</name><memory unit='MiB'>192</memory><vcpu>1</vcpu>
+         <os><type arch='x86_64'>hvm</type></os>
+         <devices><disk type='file' device='disk'><driver name='qemu' type='raw'/>
+         <source file='{}'/><target dev='vda' bus='virtio'/></disk>
+         <tpm model='tpm-crb'><backend type='emulator' version='2.0'>{backend}</backend></tpm>
+         </devices></domain>",
+        text(&shell_guest::image().unwrap()).unwrap()
+    )
+}
+
+/// What libvirt's TPM keeps in the clear becomes what the VM's keeps, as ciphertext; what is no state of a TPM is refused, and nothing is left.
+#[test]
+fn what_the_tpm_of_a_libvirt_domain_keeps_comes_with_it() {
+    let here = Installation::new().unwrap();
+    let (clear, xml) = (here.path("swtpm"), here.path("web.xml"));
+    keep_in_the_clear(&clear);
+    let file = clear.join("tpm2-00.permall");
+    let at_first = std::fs::read(&file).unwrap();
+    let import = ["vm", "import", "--libvirt", text(&xml).unwrap(), "--policy", "encrypted"];
+    let import = [&import[..], &["--datastore", "local", "--nic", "user"]].concat();
+    let planned = [&import[..], &["--dry-run"]].concat();
+
+    // It is not known where it is, or it is libvirt's secret: neither is left behind unless somebody says so.
+    for (backend, said) in
+        [("", "the domain's UUID"), ("<encryption secret='x'/>", "under a secret of libvirt's")]
+    {
+        std::fs::write(&xml, domain(backend)).unwrap();
+        let message = here.refused(&import).unwrap();
+        for said in [said, "--tpm-state FILE", "--reset-tpm"] {
+            assert!(message.contains(said), "{message}");
+        }
+        let plan = here.try_vmseal(&[&planned[..], &["--reset-tpm"]].concat()).unwrap();
+        let said = String::from_utf8_lossy(&plan.stderr).into_owned();
+        assert!(plan.status.success() && said.contains("recovery key"), "{said}");
+    }
+    let other = here.path("other");
+    let named = ["--tpm-state", text(&other).unwrap()];
+    let mut encrypted = at_first.clone();
+    encrypted[5] = 9;
+    for (content, said) in [
+        (Some(&at_first[1..]), "no state of a TPM 2.0"),
+        (Some(&encrypted[..]), "is encrypted"),
+        (None, "No such file"),
+    ] {
+        match content {
+            Some(content) => std::fs::write(&other, content).unwrap(),
+            None => std::fs::remove_file(&other).unwrap(),
+        }
+        for how in [&planned, &import] {
+            let message = here.refused(&[&how[..], &named].concat()).unwrap();
+            assert!(message.contains("--tpm-state: ") && message.contains(said), "{message}");
+        }
+    }
+    // What only swtpm can tell is refused when the disk is made.
+    let mut damaged = at_first.clone();
+    damaged[64..].fill(0);
+    std::fs::write(&other, &damaged).unwrap();
+    let message = here.refused(&[&import[..], &named].concat()).unwrap();
+    assert!(message.contains("swtpm does not load it"), "{message}");
+    assert_eq!(here.json(&["vm", "list"]).unwrap(), Value::Array(Vec::new()));
+    assert_eq!(kept_on(&here), 0, "what a TPM was to keep is left");
+
+    let source = format!("<source type='dir' path='{}'/>", text(&clear).unwrap());
+    std::fs::write(&xml, domain(&source)).unwrap();
+    here.vmseal(&import).unwrap();
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let kept = state(&here, "web");
+    assert!(!is_readable(&kept), "what the TPM keeps is in the clear on the datastore");
+    assert!(is_readable(&clear), "the search does not find what is there");
+    assert!(std::fs::read(&file).unwrap() == at_first, "the domain's own was changed");
+    // It goes on as any other TPM.
+    here.vmseal(&["vm", "recrypt", "web"]).unwrap();
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    // An empty one does not keep it.
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    here.vmseal(&[&import[..], &["--reset-tpm"]].concat()).unwrap();
+    assert!(has_forgotten(&mut start(&here, "web")));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
+
 /// The directories of TPMs on the datastore.
 fn kept_on(here: &Installation) -> usize {
     let vms = std::fs::read_dir(here.path("datastore")).unwrap().map(|it| it.unwrap().path());

@@ -432,7 +432,9 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     std::fs::write(&xml, &domain).unwrap();
     let fixed =
         ["vm", "import", "--policy", "encrypted", "--datastore", "local", "--memory", "32MiB"];
-    let of_domain = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
+    let with_its_tpm = [&fixed[..], &["--libvirt", text(&xml).unwrap()]].concat();
+    // No libvirt of this machine has it.
+    let of_domain = [&with_its_tpm[..], &["--reset-tpm"]].concat();
     let planned = [&of_domain[..], &["--dry-run"]].concat();
     // A host of these tests has no bridge.
     assert!(here.refused(&planned).unwrap().contains("no bridge 'br0'"));
@@ -441,6 +443,12 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let passt = "<interface type='user'><backend type='passt'/><portForward proto='tcp' address='127.77.0.1'>
                  <range start='20080' to='80'/><range start='80'/></portForward>";
     std::fs::write(&xml, domain.replace(bridge, passt)).unwrap();
+    let told = here.refused(&[&with_its_tpm[..], &["--dry-run"]].concat()).unwrap();
+    let missing =
+        "/var/lib/libvirt/swtpm/4dea22b3-1d52-d8f3-2516-782e98ab3fa0/tpm2/tpm2-00.permall";
+    for told_of in [missing, "--tpm-state", "--reset-tpm"] {
+        assert!(told.contains(told_of), "{told}");
+    }
     let plan = here.vmseal(&planned).unwrap();
     assert!(plan.contains("uefi-variables (") && plan.contains("tpm ("), "{plan}");
     let output = here.try_vmseal(&planned).unwrap();

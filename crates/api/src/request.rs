@@ -272,6 +272,12 @@ pub struct CreateVm {
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uefi_variables: Option<PathBuf>,
+    /// A file on the host, by absolute path, with what the VM's TPM keeps from the beginning; none is a new, empty TPM. It is what
+    /// swtpm keeps of a TPM 2.0, not encrypted: its file `tpm2-00.permall`, or what `swtpm_ioctl --save permanent` writes. The VM's
+    /// hardware has a TPM.
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tpm_state: Option<PathBuf>,
 }
 
 /// Changes a VM. What is not given stays as it is.

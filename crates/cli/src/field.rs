@@ -364,6 +364,11 @@ mod tests {
         ("to", "vmseal vm dump web --decrypt-to f", "--decrypt-to"),
         ("token", "vmseal remote add r https://h:1", "--remote-token-file"),
         (
+            "tpm_state",
+            "vmseal vm import --libvirt f --policy p --datastore d --tpm-state /f",
+            "--tpm-state",
+        ),
+        (
             "uefi_variables",
             "vmseal vm import --libvirt f --policy p --datastore d --nvram /f",
             "--nvram",

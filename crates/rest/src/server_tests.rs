@@ -185,6 +185,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         autostart: false,
         cloud_init: None,
         uefi_variables: None,
+        tpm_state: None,
         disks: vec![CreateDisk {
             name: "root".to_owned(),
             datastore: "local".to_owned(),

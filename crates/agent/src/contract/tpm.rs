@@ -2,11 +2,12 @@
 
 use vmseal_api::hardware::{Hardware, TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::{
-    Device, DiskFacts, DiskRole, DiskSpec, ExportJob, Exposing, HostAgent, JobSpec, VmSpec,
+    Device, DiskFacts, DiskRole, DiskSpec, ExportJob, Exposing, HostAgent, ImageSource, JobSpec,
+    NewDisk, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::problem::ErrorCode;
-use vmseal_api::transfer::ExportFormat;
+use vmseal_api::transfer::{ExportFormat, ImageFormat};
 
 use super::jobs::image;
 use super::mirror::{copy, mirrored, moved, second_datastore};
@@ -51,8 +52,14 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     }
     done(agent.examine_hardware(hardware.clone(), None).await, "examining a TPM");
     done(agent.register_vm(with(&hardware, Some(&disk))).await, "registering a TPM");
-    let from_image = session.create(agent, disk.disk, image(&session.fixture.image)).await;
-    refused(from_image, ErrorCode::InvalidRequest, "a TPM's disk from an image");
+    let qcow2 = image(&session.fixture.image);
+    let qcow2 = qcow2.map(|source| ImageSource { format: ImageFormat::Qcow2, ..source });
+    let from_image = session.create(agent, disk.disk, qcow2).await;
+    refused(from_image, ErrorCode::InvalidRequest, "a TPM's disk from an image of qcow2");
+    let source = image(&session.fixture.image);
+    let new = NewDisk { disk: disk.clone(), source, firmware: None };
+    let no_state = agent.examine_disk(new).await;
+    refused(no_state, ErrorCode::InvalidRequest, "a TPM that is to keep what is in an image");
     for what in ["making it", "making it again"] {
         let task = done(session.create(agent, disk.disk, None).await, what);
         let facts = session.made(agent, task, disk.disk).await;

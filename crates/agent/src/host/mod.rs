@@ -70,6 +70,7 @@ use crate::storage::remount;
 use crate::storage::restored;
 use crate::storage::shared;
 use crate::storage::survey;
+use crate::storage::tpm_import;
 use crate::storage::transfer::TransferDirectories;
 use crate::storage::variables;
 use crate::timed;
@@ -388,6 +389,10 @@ impl HostAgent for RealHost {
         let (transfer, taken) = (&self.shared.transfer, new_disk.taken_variables());
         if let Some((path, firmware)) = taken {
             variables::take(path.to_owned(), firmware, transfer).await?;
+            return disk::examine(new_disk.disk, None, transfer).await;
+        }
+        if let Some(path) = new_disk.taken_tpm_state() {
+            tpm_import::take(path.to_owned(), transfer).await?;
             return disk::examine(new_disk.disk, None, transfer).await;
         }
         disk::examine(new_disk.disk, new_disk.source, transfer).await

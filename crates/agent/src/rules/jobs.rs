@@ -427,15 +427,14 @@ fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static s
         (DiskRole::CloudInit, Some(_), None)
         | (DiskRole::Data, None, _)
         | (DiskRole::UefiVariables | DiskRole::Tpm, None, None) => Ok(()),
-        (DiskRole::UefiVariables, None, Some(source)) => match source.format {
+        (DiskRole::UefiVariables | DiskRole::Tpm, None, Some(source)) => match source.format {
             ImageFormat::Raw => Ok(()),
-            ImageFormat::Qcow2 => Err("is not needed, and variables of firmware are taken raw"),
+            ImageFormat::Qcow2 => {
+                Err("is not needed, and what firmware and TPMs keep is taken raw")
+            }
         },
         (DiskRole::CloudInit, None, _) => Err("is needed for a disk of this role"),
         (DiskRole::CloudInit, Some(_), Some(_)) => Err("is not given together with an image"),
-        (DiskRole::Tpm, None, Some(_)) => {
-            Err("is not needed, nor is an image: the host has what it begins with")
-        }
         (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {
             Err("is for a disk of another role")
         }

@@ -38,6 +38,7 @@ use crate::storage::facts::{role_of, told_role};
 use crate::storage::image::Image;
 use crate::storage::medium;
 use crate::storage::memory::NOT_COUNTED;
+use crate::storage::tpm_import;
 use crate::storage::transfer::TransferDirectories;
 use crate::storage::variables;
 
@@ -150,6 +151,8 @@ impl Inside {
         }
         if let Some((path, firmware)) = new_disk.taken_variables() {
             variables::read(path, firmware, &TransferDirectories::anywhere())?;
+        } else if let Some(path) = new_disk.taken_tpm_state() {
+            tpm_import::read(path, &TransferDirectories::anywhere())?;
         } else if let Some(source) = source {
             Image::open(source, disk, &TransferDirectories::anywhere())?;
         }

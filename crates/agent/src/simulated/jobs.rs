@@ -14,6 +14,7 @@ use super::{Inside, Work};
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::image::Image;
+use crate::storage::tpm_import;
 use crate::storage::transfer::TransferDirectories;
 use crate::storage::variables;
 
@@ -379,6 +380,7 @@ fn wrong_source(spec: &vmseal_api::host::VmSpec, job: &JobSpec) -> Option<(DiskI
             DiskRole::UefiVariables => {
                 variables::read(&source.path, spec.hardware.firmware, &anywhere).err()?
             }
+            DiskRole::Tpm => tpm_import::read(&source.path, &anywhere).err()?,
             _ => Image::open(source, disk, &anywhere).err()?,
         };
         Some((disk.disk, problem))

@@ -34,6 +34,7 @@ use crate::storage::linking::Link;
 use crate::storage::opening::{check_length, data_offset, header_problem};
 use crate::storage::replica;
 use crate::storage::tpm_disk::{self, MakeTpm};
+use crate::storage::tpm_import;
 use crate::storage::transfer::TransferDirectories;
 use crate::storage::variables;
 use crate::timed;
@@ -66,8 +67,8 @@ pub enum Source {
     Variables(FirmwareFiles, Firmware),
     /// Variables of this firmware, of a file of the host's.
     TakenVariables(ImageSource, Firmware),
-    /// Nothing; beside it is made what the VM's TPM keeps.
-    Tpm(Swtpm),
+    /// Nothing; beside it is made what the VM's TPM keeps, of a file of the host's where one is named.
+    Tpm(Swtpm, Option<ImageSource>),
     /// A disk of another VM; of one for cloud-init, its documents.
     Copy(Box<Lent>),
 }
@@ -161,9 +162,19 @@ async fn make(
             lent = Some(of);
             (None, None)
         }
-        Some(Source::Tpm(swtpm)) => {
-            tpm = Some(swtpm);
+        Some(Source::Tpm(swtpm, None)) => {
+            tpm = Some((swtpm, None));
             (None, None)
+        }
+        Some(Source::Tpm(swtpm, Some(from))) => {
+            match tpm_import::take(from.path, &builder.transfer).await {
+                Ok(taken) => {
+                    tpm = Some((swtpm, Some(taken)));
+                    (None, None)
+                }
+                // A disk that is made already does not need it.
+                Err(problem) => (None, Some(problem)),
+            }
         }
         Some(Source::Variables(files, firmware)) => {
             let template = spawn_blocking(move || files.variables(firmware));
@@ -213,8 +224,8 @@ async fn make(
         filled = fill => filled.map_err(|problem| explained_if_full(home, problem))?,
         Ok(()) = cancelled => return Err(removed_meanwhile()),
     }
-    if let Some(swtpm) = tpm {
-        let wanted = MakeTpm { swtpm, disk: &disk, home, file: &file, dek: key.as_ref() };
+    if let Some((swtpm, taken)) = tpm {
+        let wanted = MakeTpm { swtpm, disk: &disk, home, file: &file, dek: key.as_ref(), taken };
         tpm_disk::make(wanted, builder, slot).await?;
     }
     // It was filled without its replica, so no map may be believed. A replica that cannot be made

@@ -261,7 +261,7 @@ fn qemu_locks(file: &File) -> io::Result<bool> {
     Ok(true)
 }
 
-fn byte_lock(byte: i64, kind: libc::c_int) -> libc::flock {
+pub(super) fn byte_lock(byte: i64, kind: libc::c_int) -> libc::flock {
     libc::flock {
         l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,

@@ -62,6 +62,7 @@ pub(crate) mod sharing;
 pub(crate) mod survey;
 pub(crate) mod tpm_disk;
 pub(crate) mod tpm_handover;
+pub(crate) mod tpm_import;
 pub(crate) mod tpm_place;
 pub(crate) mod tpm_state;
 pub(crate) mod transfer;

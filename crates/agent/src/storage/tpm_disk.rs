@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::DiskSpec;
@@ -13,6 +14,7 @@ use crate::hypervisor::tpm::{self, Swtpm};
 use crate::process::users::Slot;
 use crate::storage::builder::{DiskBuilder, internal};
 use crate::storage::home::Home;
+use crate::storage::tpm_import::TakenTpm;
 use crate::storage::tpm_state;
 
 /// What a TPM keeps, to be made.
@@ -27,29 +29,56 @@ pub struct MakeTpm<'a> {
     pub file: &'a File,
     /// The disk's key.
     pub dek: Option<&'a SecretBytes>,
+    /// What it is to keep; none is what a new TPM keeps, with keys of its own.
+    pub taken: Option<TakenTpm>,
 }
 
-/// Makes what a TPM keeps, with keys of the TPM's own, before the disk gets its name.
+/// What swtpm uses to make it.
+struct Making {
+    directory: File,
+    lock: File,
+    key: SecretBytes,
+    user: Option<u32>,
+}
+
+impl Making {
+    fn state(&self) -> tpm::State<'_> {
+        let Self { directory, lock, key, user } = self;
+        tpm::State { directory, lock, key, user: *user }
+    }
+}
+
+/// Makes what a TPM keeps, or stores what it was given to keep, before the disk gets its name.
 ///
 /// # Errors
-/// Those of the file system, and of swtpm.
+/// Those of the file system, and of swtpm; those of [`TakenTpm::give`].
 pub async fn make(wanted: MakeTpm<'_>, builder: &DiskBuilder, slot: &Slot) -> Result<(), Problem> {
-    let MakeTpm { swtpm, disk, home, file, dek } = wanted;
+    let MakeTpm { swtpm, disk, home, file, dek, taken } = wanted;
     let dek = dek.ok_or_else(|| internal("a TPM's disk was begun without its key"))?;
     let key = key_of(dek, disk.disk)?;
     let (path, user) = (home.tpm_state(disk.disk), slot.tpm());
     let lock = file.try_clone().map_err(internal)?;
-    let directory = builder.directory.clone();
-    directory.renew().await.map_err(internal)?;
-    let make = move || {
-        let kept = tpm_state::make(&path, user)?;
-        let state = tpm::State { directory: &kept, lock: &lock, key: &key, user };
-        let process = swtpm.start(&directory, &state)?.shut_down().map_err(internal)?;
-        Ok::<_, Problem>((path, kept, process))
+    builder.directory.renew().await.map_err(internal)?;
+    let begin = move || {
+        let directory = tpm_state::make(&path, user)?;
+        Ok::<_, Problem>((path, Arc::new(Making { directory, lock, key, user })))
     };
-    let (path, kept, process) = spawn_blocking(make).await.map_err(internal)??;
-    process.end_within(tpm::END_TIMEOUT).await;
-    spawn_blocking(move || tpm_state::flush(&path, &kept)).await.map_err(internal)??;
+    let (path, making) = spawn_blocking(begin).await.map_err(internal)??;
+    if let Some(taken) = taken {
+        let (of, program, place) = (Arc::clone(&making), swtpm.clone(), builder.directory.clone());
+        let give = move || taken.give(&program, &place, &of.state());
+        spawn_blocking(give).await.map_err(internal)??.end_within(tpm::END_TIMEOUT).await;
+        // swtpm would make a new TPM where nothing is.
+        let (of, path) = (Arc::clone(&making), path.clone());
+        let flush = move || tpm_state::flush(&path, &of.directory);
+        spawn_blocking(flush).await.map_err(internal)??;
+    }
+    // As at the VM's next start: what was stored is loaded, and made where nothing is.
+    let (of, place) = (Arc::clone(&making), builder.directory.clone());
+    let load = move || swtpm.start(&place, &of.state())?.shut_down().map_err(internal);
+    spawn_blocking(load).await.map_err(internal)??.end_within(tpm::END_TIMEOUT).await;
+    let flush = move || tpm_state::flush(&path, &making.directory);
+    spawn_blocking(flush).await.map_err(internal)??;
     builder.directory.sweep().await.map_err(internal)
 }
 

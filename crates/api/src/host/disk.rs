@@ -214,7 +214,7 @@ pub struct ImageSource {
 pub struct NewDisk {
     /// The disk.
     pub disk: DiskSpec,
-    /// The image to fill it from.
+    /// The image to fill it from; of the disk of a TPM, the file with what the TPM keeps.
     pub source: Option<ImageSource>,
     /// The firmware of its VM, where it is to have variables from an image; none with any other disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -227,6 +227,13 @@ impl NewDisk {
     pub fn taken_variables(&self) -> Option<(&Path, Firmware)> {
         let source = self.source.as_ref().filter(|_| self.disk.role == DiskRole::UefiVariables)?;
         Some((source.path.as_path(), self.firmware.unwrap_or_default()))
+    }
+
+    /// The file with what the TPM is to keep whose disk this is; none of any other disk.
+    #[must_use]
+    pub fn taken_tpm_state(&self) -> Option<&Path> {
+        let source = self.source.as_ref().filter(|_| self.disk.role == DiskRole::Tpm)?;
+        Some(source.path.as_path())
     }
 }
 

@@ -88,7 +88,8 @@ pub struct DiskToCreate {
     /// The disk.
     pub disk: DiskId,
     /// The image to fill it from; none leaves it empty. The agent has what the firmware's variables begin with; those of a raw
-    /// image are taken in their place by agents with the feature [`TAKE_VARIABLES`](super::version::TAKE_VARIABLES).
+    /// image are taken in their place by agents with the feature [`TAKE_VARIABLES`](super::version::TAKE_VARIABLES). Of the disk of a
+    /// TPM it is the file with what the TPM keeps, for agents with the feature [`TAKE_TPM_STATE`](super::version::TAKE_TPM_STATE).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ImageSource>,
     /// The documents of a disk for cloud-init, packed ([`crate::cloud_init::Documents::packed`]) and sealed to the

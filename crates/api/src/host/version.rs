@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 80] = [
+pub const FEATURES: [&str; 81] = [
     "job-create",
     "job-export",
     NICS,
@@ -105,6 +105,7 @@ pub const FEATURES: [&str; 80] = [
     STALLS,
     COMPARE_RESTORED,
     WAKEUP,
+    TAKE_TPM_STATE,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -343,6 +344,9 @@ pub const ABOUT: &str = "about-vms";
 
 /// The feature of agents that fill the disk with a firmware's variables from a file of the host's.
 pub const TAKE_VARIABLES: &str = "take-uefi-variables";
+
+/// The feature of agents that have the TPM of a new VM keep what is in a file of the host's.
+pub const TAKE_TPM_STATE: &str = "take-tpm-state";
 
 /// The feature of agents that take the disks of VMs on pools of Ceph from hosts that do not answer.
 pub const FENCE_VMS: &str = "fence-vms";

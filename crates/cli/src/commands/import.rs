@@ -11,7 +11,7 @@ use super::task;
 use crate::arguments::{HardwareOptions, Import, Output};
 use crate::exit::{Ended, Exit};
 use crate::images::size_of_image;
-use crate::libvirt::Variables;
+use crate::libvirt::{TpmState, Variables};
 use crate::{disk_option, libvirt, nic_option, print};
 
 /// The default memory of a VM, in bytes.
@@ -21,17 +21,17 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     let vcpus = options.vcpus;
     let memory = options.memory;
     let nics = nic_option::parse_all(&options.nics)?;
-    let (mut request, kept) = match &options.libvirt {
+    let (mut request, kept, of_tpm) = match &options.libvirt {
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
             let networks = libvirt::Networks::parse(&options.networks, &options.bridges)?;
             let mut domain = libvirt::read(file, &networks)?;
-            let kept = domain.variables.take();
+            let (kept, of_tpm) = (domain.variables.take(), domain.tpm_state.take());
             let mut request = from_domain(domain, &datastore, options.policy)?;
             request.name = options.name.unwrap_or(request.name);
             request.vcpus = vcpus.unwrap_or(request.vcpus);
             request.memory = memory.unwrap_or(request.memory);
-            (request, kept)
+            (request, kept, of_tpm)
         }
         None => {
             let request = CreateVm {
@@ -48,8 +48,9 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
                 autostart: false,
                 cloud_init: None,
                 uefi_variables: None,
+                tpm_state: None,
             };
-            (request, None)
+            (request, None, None)
         }
     };
     request.nics.extend(nics);
@@ -60,6 +61,10 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
     request.uefi_variables = match options.nvram {
         None => kept.map(file_of_domain).transpose()?.flatten(),
         asked => asked,
+    };
+    request.tpm_state = match (options.tpm_state, of_tpm) {
+        (None, Some(of_tpm)) => state_of_domain(of_tpm, options.reset_tpm)?,
+        (asked, _) => asked,
     };
     task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
 }
@@ -81,6 +86,27 @@ fn file_of_domain(kept: Variables) -> anyhow::Result<Option<PathBuf>> {
             Err(Ended::new(Exit::Usage, message).into())
         }
     }
+}
+
+/// The file with what the TPM of a domain keeps; none where the VM's is to be empty, which is said.
+fn state_of_domain(kept: TpmState, reset: bool) -> anyhow::Result<Option<PathBuf>> {
+    if reset {
+        print::say(
+            "not imported: what the TPM keeps, and which of its banks of PCRs are active: the VM's TPM is new and empty, and what the guest has sealed to the old one stays closed. BitLocker asks for its recovery key, and LUKS that a TPM opens for its passphrase: have them before the first start, and enrol the new TPM then",
+        );
+        return Ok(None);
+    }
+    let what = match kept {
+        TpmState::File(file) => return Ok(Some(file)),
+        TpmState::Unknown => {
+            "is in a directory that has the domain's UUID, which it does not say".to_owned()
+        }
+        TpmState::Other(what) => what,
+    };
+    let message = format!(
+        "--libvirt: what its TPM keeps {what}. Give the file (--tpm-state FILE), or begin with an empty TPM (--reset-tpm): what the guest has sealed to the old one stays closed then"
+    );
+    Err(Ended::new(Exit::Usage, message).into())
 }
 
 /// The machine of a domain whose VM has so many network cards: without one it does not start from the network.
@@ -170,6 +196,7 @@ fn from_domain(
         autostart: false,
         cloud_init: None,
         uefi_variables: None,
+        tpm_state: None,
     })
 }
 
@@ -190,6 +217,28 @@ mod tests {
         assert_eq!(Exit::of(&refused), Exit::Usage);
         for told in ["'qcow2'", "--nvram FILE", "--reset-nvram"] {
             assert!(refused.to_string().contains(told), "{refused}");
+        }
+    }
+
+    #[test]
+    fn what_a_tpm_keeps_comes_from_a_file_or_is_left_behind_by_an_option_alone() {
+        let file = PathBuf::from("/swtpm/tpm2-00.permall");
+        let of = |kept: &TpmState, reset| state_of_domain(kept.clone(), reset);
+        let other = TpmState::Other("is encrypted".to_owned());
+        let known = TpmState::File(file.clone());
+        assert_eq!(of(&known, false).unwrap(), Some(file));
+        for (kept, told) in
+            [(TpmState::Unknown, "the domain's UUID"), (other, "is encrypted"), (known, "")]
+        {
+            assert_eq!(of(&kept, true).unwrap(), None, "{told}");
+            if told.is_empty() {
+                continue;
+            }
+            let refused = of(&kept, false).unwrap_err();
+            assert_eq!(Exit::of(&refused), Exit::Usage);
+            for told in [told, "--tpm-state FILE", "--reset-tpm"] {
+                assert!(refused.to_string().contains(told), "{refused}");
+            }
         }
     }
 

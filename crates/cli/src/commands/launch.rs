@@ -82,6 +82,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         autostart: false,
         cloud_init,
         uefi_variables: None,
+        tpm_state: None,
     };
     if options.dry_run.dry_run {
         let mut plan = server.try_post("vms", &request).await?;

@@ -111,6 +111,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
                 autostart: about.autostart == Some(OnOff::On),
                 cloud_init,
                 uefi_variables: None,
+                tpm_state: None,
             };
             task::begin(server, output, "vms", &request, &dry_run, &wait).await
         }

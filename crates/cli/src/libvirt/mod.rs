@@ -6,9 +6,11 @@ mod machine;
 mod networks;
 mod node;
 mod read;
+mod tpm_state;
 mod write;
 
 pub use machine::Variables;
 pub use networks::Networks;
 pub use read::{Disk, Domain, networks_in, read};
+pub use tpm_state::TpmState;
 pub use write::domain;

@@ -17,6 +17,7 @@ use super::interfaces;
 use super::machine::{Variables, machine, variables};
 use super::networks::{self, Networks};
 use super::node::{child, text_of, unknown};
+use super::tpm_state::{TpmState, tpm_state};
 
 /// The longest domain, in bytes; libvirt's own have some ten thousand.
 const XML_MAX: u64 = 1024 * 1024;
@@ -49,6 +50,8 @@ pub struct Domain {
     pub hardware: Hardware,
     /// Where the variables of its firmware are; none where that has none.
     pub variables: Option<Variables>,
+    /// Where what its TPM keeps is; none where it has none.
+    pub tpm_state: Option<TpmState>,
     /// What is not imported.
     pub warnings: Vec<String>,
 }
@@ -186,8 +189,19 @@ fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
     let memory = memory.context("it has too much memory")?;
     let nics = interfaces::nics(devices, mapped, &mut warnings)?;
     left_behind(domain, devices, &mut warnings);
-    let variables = variables(os);
-    Ok(Domain { name, description, vcpus, memory, disks, nics, hardware, variables, warnings })
+    let (variables, tpm_state) = (variables(os), tpm_state(domain, devices));
+    Ok(Domain {
+        name,
+        description,
+        vcpus,
+        memory,
+        disks,
+        nics,
+        hardware,
+        variables,
+        tpm_state,
+        warnings,
+    })
 }
 
 /// The title, if there is one, and the description; what a VM's has no room for is reported.
@@ -413,7 +427,6 @@ mod tests {
             "--network default:bridge=NAME",
             "its model, none",
             "1 devices of the host",
-            "what the TPM keeps",
             "<cputune>",
             "read-only",
             "(vmseal vm vnc)",
@@ -434,6 +447,8 @@ mod tests {
             ..Hardware::default()
         };
         assert_eq!((domain.hardware, domain.variables), (machine, Some(Variables::Unknown)));
+        let Some(TpmState::File(state)) = domain.tpm_state else { panic!("its TPM keeps nothing") };
+        assert!(state.ends_with("tpm2/tpm2-00.permall"), "{}", state.display());
         // Elements of every domain are not reported.
         assert!(!said.contains("memballoon") && !said.contains("<uuid>"), "{said}");
     }

@@ -150,7 +150,7 @@ impl Wanted<'_> {
             made.extend(cloud_init::disk(&made, policy.encryption));
         }
         let for_cloud_init = made.iter().find(|disk| is_for_cloud_init(disk)).map(|it| it.id);
-        made.extend(hardware::tpm(&origin.hardware, &made));
+        made.extend(hardware::tpm(&origin.hardware, &made, None));
         image_layouts::require(services, (origin.host, &origin.host_name), &policy, &made)?;
         if let Some(destination) = self.destination {
             destination.require(services, write, &policy, &made).await?;

@@ -76,7 +76,7 @@ pub async fn create(
     let for_cloud_init = made.last().map(|disk| disk.id);
     let taken = request.uefi_variables.as_deref();
     made.extend(hardware::variables(hardware.firmware, &made, policy.encryption, taken));
-    made.extend(hardware::tpm(&hardware, &made));
+    made.extend(hardware::tpm(&hardware, &made, request.tpm_state.as_deref()));
     let vm = vms::Vm {
         id,
         name,
@@ -256,9 +256,7 @@ async fn ask_host(
     hardware: &Hardware,
 ) -> Result<Option<String>, Problem> {
     hardware::examine(services, host.id, &host.name, hardware, Some(request.memory)).await?;
-    if request.uefi_variables.is_some() {
-        hardware::require_taking(services, host.id, &host.name).await?;
-    }
+    hardware::require_taking(services, (host.id, &host.name), request).await?;
     match &request.cloud_init {
         Some(_) => Ok(Some(cloud_init::key_box(services, host.id, &host.name).await?)),
         None => Ok(None),
@@ -288,10 +286,10 @@ pub(super) async fn examine_disks(
     let spec = crate::hosts::spec_of(vm, made, cards);
     for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
         let new = new_disk(disk, made.image.clone(), &vm.hardware);
-        let takes_variables = new.firmware.is_some();
+        let of_machine = new.taken_variables().is_some() || new.taken_tpm_state().is_some();
         agent.examine_disk(new).await.map_err(|problem| Problem {
             // No disk of the request has it.
-            field: problem.field.map(|field| match takes_variables {
+            field: problem.field.map(|field| match of_machine {
                 true => field,
                 false => format!("disks[{index}].{field}"),
             }),
@@ -321,6 +319,7 @@ fn check(request: &CreateVm) -> Result<(), Problem> {
     let mut names = HashSet::new();
     hardware::check(&request.hardware, request.memory)?;
     hardware::check_variables(request.uefi_variables.as_deref(), request.hardware.firmware)?;
+    hardware::check_tpm_state(request.tpm_state.as_deref(), &request.hardware)?;
     hardware::check_network_boot(&request.hardware.boot, request.nics.len())
         .map_err(|what| Problem::invalid("hardware.boot", what))?;
     let reserved = [

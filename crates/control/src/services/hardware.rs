@@ -9,10 +9,11 @@ use vmseal_api::boot::{BootDevice, NO_DRIVE};
 use vmseal_api::hardware::{
     Firmware, Hardware, TPM_DISK, TPM_DISK_SIZE, VARIABLES_DISK, VARIABLES_SIZE,
 };
-use vmseal_api::host::version::{CDROM, HARDWARE, PANIC, TAKE_VARIABLES, TPM};
+use vmseal_api::host::version::{CDROM, HARDWARE, PANIC, TAKE_TPM_STATE, TAKE_VARIABLES, TPM};
 use vmseal_api::host::{Allocation, DiskLimits, DiskRole, ImageSource, NicSpec};
 use vmseal_api::id::{DiskId, HostId};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::request::CreateVm;
 use vmseal_api::transfer::ImageFormat;
 
 use super::Services;
@@ -88,21 +89,53 @@ pub(super) fn check_variables(file: Option<&Path>, firmware: Firmware) -> Result
     Ok(())
 }
 
-/// Refuses to take variables from a file where the host's agent does not know how: it would refuse the disk.
+/// Checks that a VM of this machine may have a TPM that keeps what is in a file.
+pub(super) fn check_tpm_state(file: Option<&Path>, hardware: &Hardware) -> Result<(), Problem> {
+    let Some(file) = file else { return Ok(()) };
+    if !hardware.tpm {
+        let detail =
+            "is for a VM with a TPM, and this one has none: leave it out, or give the VM a TPM";
+        return Err(Problem::invalid("tpm_state", detail));
+    }
+    if !file.is_absolute() {
+        return Err(Problem::invalid("tpm_state", "must be an absolute path"));
+    }
+    Ok(())
+}
+
+/// Refuses to take variables, or what a TPM keeps, from files of the host whose agent does not know how: it would refuse the disk.
 pub(super) async fn require_taking(
     services: &Services,
-    host: HostId,
-    host_name: &str,
+    (host, host_name): (HostId, &str),
+    request: &CreateVm,
 ) -> Result<(), Problem> {
-    let description = services.hosts.connected(host)?.describe().await?;
-    if description.features.iter().any(|feature| feature == TAKE_VARIABLES) {
+    let asked = [
+        (
+            &request.uefi_variables,
+            TAKE_VARIABLES,
+            "uefi_variables",
+            "begins with new variables in any case",
+        ),
+        (
+            &request.tpm_state,
+            TAKE_TPM_STATE,
+            "tpm_state",
+            "gives a new VM an empty TPM in any case",
+        ),
+    ];
+    if asked.iter().all(|(file, ..)| file.is_none()) {
         return Ok(());
     }
+    let description = services.hosts.connected(host)?.describe().await?;
+    let lacks = |wanted: &str| !description.features.iter().any(|feature| feature == wanted);
+    let mut asked = asked.into_iter();
+    let unknown = asked.find(|(file, wanted, ..)| file.is_some() && lacks(wanted));
+    let Some((_, _, field, instead)) = unknown else { return Ok(()) };
     let detail = format!(
-        "host '{host_name}' runs vmseal {}, which begins with new variables in any case: upgrade it",
+        "host '{host_name}' runs vmseal {}, which {instead}: upgrade it",
         description.vmseal
     );
-    let field = Some("uefi_variables".to_owned());
+    let field = Some(field.to_owned());
     Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, detail) })
 }
 
@@ -116,19 +149,19 @@ pub(super) fn variables(
 ) -> Option<Disk> {
     let first = others.first().filter(|_| firmware.has_variables())?;
     let disk = beside(first, VARIABLES_DISK, VARIABLES_SIZE, DiskRole::UefiVariables);
-    let image = file.map(|file| ImageSource {
-        path: file.to_owned(),
-        format: ImageFormat::Raw,
-        force: false,
-    });
-    Some(Disk { encrypted, image, ..disk })
+    Some(Disk { encrypted, image: file.map(taken_from), ..disk })
 }
 
-/// The disk for the key of a TPM.
-pub(super) fn tpm(hardware: &Hardware, others: &[Disk]) -> Option<Disk> {
+/// The disk for the key of a TPM, which keeps what a file of the host has where one is named.
+pub(super) fn tpm(hardware: &Hardware, others: &[Disk], file: Option<&Path>) -> Option<Disk> {
     let first = others.first().filter(|_| hardware.tpm)?;
+    let disk = beside(first, TPM_DISK, TPM_DISK_SIZE, DiskRole::Tpm);
     // What a TPM keeps is encrypted in any case; the VM's first disk may be in the clear.
-    Some(Disk { encrypted: true, ..beside(first, TPM_DISK, TPM_DISK_SIZE, DiskRole::Tpm) })
+    Some(Disk { encrypted: true, image: file.map(taken_from), ..disk })
+}
+
+fn taken_from(file: &Path) -> ImageSource {
+    ImageSource { path: file.to_owned(), format: ImageFormat::Raw, force: false }
 }
 
 /// A disk of the machine's own, on the datastore of the VM's first disk. It is small, and written seldom: nothing of it

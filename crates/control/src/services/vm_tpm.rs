@@ -50,7 +50,7 @@ pub async fn add(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     let data: Vec<Disk> = known.into_iter().filter(|disk| disk.role.is_data()).collect();
-    let made = hardware::tpm(&asked, &data).ok_or_else(|| {
+    let made = hardware::tpm(&asked, &data, None).ok_or_else(|| {
         let detail = format!("VM '{0}' has no disk, and a TPM keeps its data beside one: add a disk first (vmseal disk add {0})", vm.name);
         Problem::new(ErrorCode::WrongState, detail)
     })?;

@@ -47,6 +47,7 @@ mod revoked;
 mod single_disks;
 mod snapshots;
 mod tpm;
+mod tpm_state;
 mod uefi_variables;
 mod upgrade;
 mod waiting;

@@ -414,6 +414,7 @@ impl Fixture {
             hardware: Default::default(),
             cloud_init: None,
             uefi_variables: None,
+            tpm_state: None,
         }
     }
 

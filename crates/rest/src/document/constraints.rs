@@ -308,6 +308,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("CreateVm/properties/name", name()),
         ("CreateVm", together::new_vm()),
         ("CreateVm/properties/uefi_variables", path()),
+        ("CreateVm/properties/tpm_state", path()),
         ("CreateVm/properties/description", description()),
         ("CloudInit", user_data_or_user()),
         ("CloudInit/properties/user_data", user_data()),

@@ -135,6 +135,7 @@ fn of_vms() -> Vec<Try> {
                     "nics[0].backend.bridge",
                 ),
                 ("/uefi_variables", json!("/variables.fd"), "uefi_variables"),
+                ("/tpm_state", json!("/tpm2-00.permall"), "tpm_state"),
                 ("/cloud_init/user", json!("Admin"), "cloud_init.user"),
                 ("/cloud_init/user", json!("root"), "cloud_init.user"),
                 ("/cloud_init/user", json!("x".repeat(33)), "cloud_init.user"),
@@ -177,6 +178,7 @@ fn of_vms() -> Vec<Try> {
                 ("/disks/0/name", json!("uefi-variables"), "disks[0].name"),
                 ("/disks/0/name", json!("tpm"), "disks[0].name"),
                 ("/uefi_variables", json!("variables.fd"), "uefi_variables"),
+                ("/tpm_state", json!("tpm2-00.permall"), "tpm_state"),
             ],
         },
         Try {

@@ -63,25 +63,47 @@ impl Swtpm {
         state: &State<'_>,
         permanent: &Permanent,
     ) -> Result<Process, Problem> {
+        self.give_unless_refused(directory, state, permanent, not_stored)
+    }
+
+    /// The same of what may be no state of a TPM at all, or of a later version of swtpm: `refused` makes the problem of what swtpm says then,
+    /// before it has stored anything.
+    ///
+    /// # Errors
+    /// That of `refused`; as [`Swtpm::give`].
+    pub fn give_unless_refused(
+        &self,
+        directory: &ProcessDir,
+        state: &State<'_>,
+        permanent: &Permanent,
+        refused: impl FnOnce(&str) -> Problem,
+    ) -> Result<Process, Problem> {
         let mut started = self.launch(directory, state)?;
-        let control = &mut started.control;
-        // It stores what it was given when it loads that.
-        let kept = permanent.write(control).and_then(|answer| match answer {
-            SUCCESS => ask(control, &[INIT, 0]),
-            refused => Ok(refused),
-        });
-        match kept {
+        let said = |code: u32| format!("code {code:#x}, {}", directory.log_ends(NAME));
+        // It examines what it is given, and stores it when it loads it.
+        let given = permanent.write(&mut started.control);
+        if let Ok(code) = given
+            && code != SUCCESS
+        {
+            started.process.kill();
+            return Err(refused(&said(code)));
+        }
+        let loaded = given.and_then(|_| ask(&mut started.control, &[INIT, 0]));
+        match loaded {
             Ok(code) if code != SUCCESS => {
                 started.process.kill();
-                let what = format!(
-                    "swtpm does not store what the VM's TPM keeps under another key (code {code:#x}), {}: see whether the datastore has room, and lets it write (AppArmor). What the TPM keeps is as it was",
-                    directory.log_ends(NAME)
-                );
-                Err(Problem::new(ErrorCode::Internal, what))
+                Err(not_stored(&said(code)))
             }
-            kept => started.if_done(directory, kept)?.shut_down().map_err(unanswered),
+            loaded => started.if_done(directory, loaded)?.shut_down().map_err(unanswered),
         }
     }
+}
+
+fn not_stored(said: &str) -> Problem {
+    let what = format!(
+        "swtpm does not store what the VM's TPM keeps under another key ({said}): see whether the datastore has room, and lets it write (AppArmor). What the TPM keeps is as it was"
+    );
+    Problem::new(ErrorCode::Internal, what)
 }
 
 impl Permanent {

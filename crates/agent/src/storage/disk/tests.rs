@@ -1,17 +1,19 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use vmseal_api::hardware::VARIABLES_SIZE;
+use vmseal_api::hardware::{TPM_DISK_SIZE, VARIABLES_SIZE};
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, NoticeCode};
 use vmseal_api::id::{DatastoreId, DiskId};
 use vmseal_api::transfer::ImageFormat;
 use vmseal_secret::KEK_LEN;
 
 use super::*;
+use crate::hypervisor::tpm::PROGRAM;
 use crate::process::users::Users;
 use crate::storage::datastore;
 use crate::storage::locked::Access;
 use crate::storage::opening::{Open, open};
+use crate::storage::tpm_import::tests::plain;
 
 struct Bench {
     _directory: tempfile::TempDir,
@@ -271,6 +273,37 @@ async fn variables_that_cannot_be_taken_leave_nothing_and_a_disk_that_is_made_ne
     let left = home.image(bench.spec.disk_at(0).unwrap().disk);
     assert!(!left.parent().unwrap().exists(), "something was left");
     let facts = bench.create(0).await.unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(bench.create_of(0, taken()).await.unwrap(), facts);
+}
+
+#[tokio::test]
+async fn a_tpm_that_a_file_does_not_fill_leaves_nothing_and_one_that_is_made_needs_none() {
+    let mut bench = bench();
+    let disk = bench.spec.disk_at_mut(0).unwrap();
+    (disk.role, disk.size) = (DiskRole::Tpm, TPM_DISK_SIZE);
+    let directory = tempfile::tempdir().unwrap();
+    let path = plain(directory.path());
+    let whole = std::fs::read(&path).unwrap();
+    let taken = || {
+        let source = ImageSource { path: path.clone(), format: ImageFormat::Raw, force: false };
+        Some(Source::Tpm(Swtpm::of(PROGRAM.into()), Some(source)))
+    };
+    let mut damaged = whole.clone();
+    damaged[64..].fill(0);
+    let home = Home::of(&bench.spec.disk_at(0).unwrap().datastore, bench.spec.vm).unwrap();
+    let image = home.image(bench.spec.disk_at(0).unwrap().disk);
+    for (content, told) in
+        [(&whole[1..], "no state of a TPM 2.0"), (&damaged[..], "swtpm does not load it")]
+    {
+        std::fs::write(&path, content).unwrap();
+        let refused = bench.create_of(0, taken()).await.unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some("tpm_state"), "{refused}");
+        assert!(refused.detail.contains(told), "{refused}");
+        assert!(!image.parent().unwrap().exists(), "something was left: {told}");
+    }
+    std::fs::write(&path, &whole).unwrap();
+    let facts = bench.create_of(0, taken()).await.unwrap();
     std::fs::remove_file(&path).unwrap();
     assert_eq!(bench.create_of(0, taken()).await.unwrap(), facts);
 }

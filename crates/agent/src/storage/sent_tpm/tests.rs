@@ -111,6 +111,7 @@ async fn what_arrives_is_the_same_under_the_key_of_the_disk_there_alone() {
         home: &west.home(),
         file: &made.file,
         dek: made.dek.as_ref(),
+        taken: None,
     };
     tpm_disk::make(wanted, &west.builder, &slot).await.unwrap();
     arriving::name(&west.spec, std::slice::from_ref(&made), 1).unwrap();

@@ -202,7 +202,9 @@ impl Owner {
                 DiskRole::CloudInit => {
                     wanted.cloud_init.as_ref().map(|sealed| Source::CloudInit(open(sealed)))
                 }
-                DiskRole::Tpm => Some(Source::Tpm(self.shared.swtpm.clone())),
+                DiskRole::Tpm => {
+                    Some(Source::Tpm(self.shared.swtpm.clone(), wanted.source.clone()))
+                }
                 DiskRole::UefiVariables => {
                     let firmware = self.spec.hardware.firmware;
                     Some(match wanted.source.clone() {

@@ -417,6 +417,7 @@ mod tests {
             hardware: Hardware { tpm: true, firmware: Firmware::Uefi, ..Hardware::default() },
             cloud_init: None,
             uefi_variables: None,
+            tpm_state: None,
         };
         let caller = Caller::administrator("me");
         let Ok(Outcome::Done(task)) = create(&services, &caller, request, false).await else {

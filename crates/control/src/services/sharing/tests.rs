@@ -78,6 +78,7 @@ impl Bench {
             hardware: Default::default(),
             cloud_init: None,
             uefi_variables: None,
+            tpm_state: None,
         };
         let begun = create_vm::create(&self.services, &self.caller, request, false).await?;
         let Outcome::Done(task) = begun else { panic!("nothing was begun") };

@@ -43,6 +43,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         autostart: false,
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
         uefi_variables: None,
+        tpm_state: None,
     };
     let services = fixture.services(Recipient::generate().unwrap());
     let caller = Caller::administrator("me");

@@ -34,6 +34,7 @@ pub(super) fn request(policy: &str) -> CreateVm {
         hardware: Hardware { tpm: true, ..Hardware::default() },
         cloud_init: None,
         uefi_variables: None,
+        tpm_state: None,
     }
 }
 

@@ -15,6 +15,7 @@ pub(super) fn new_vm() -> Value {
         card_with_order(),
         memory_of_pages(),
         variables_with_firmware(),
+        state_with_tpm(),
         told,
         variables,
         tpm,
@@ -187,6 +188,15 @@ fn variables_with_firmware() -> Value {
     json!({ "anyOf": [
         { "properties": { "uefi_variables": { "type": "null" } } },
         { "properties": { "hardware": firmware }, "required": ["hardware"] },
+    ] })
+}
+
+/// What a TPM keeps is for a machine that has one.
+fn state_with_tpm() -> Value {
+    let tpm = json!({ "properties": { "tpm": { "const": true } }, "required": ["tpm"] });
+    json!({ "anyOf": [
+        { "properties": { "tpm_state": { "type": "null" } } },
+        { "properties": { "hardware": tpm }, "required": ["hardware"] },
     ] })
 }
 
