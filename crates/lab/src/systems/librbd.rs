@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -25,6 +26,14 @@ const MIB: u64 = 1 << 20;
 const NO_CONFIGURATION: &str = "/dev/null/ceph.conf";
 /// What the daemon says of a driver that it does not have.
 const NO_DRIVER: &str = "Unknown driver";
+
+/// What `rbd rm` says of an image that a client has open.
+const IN_USE: &str = "image still has watchers";
+/// What `rbd create` says of one that is there.
+const EXISTS: &str = "File exists";
+/// How long an image may be in use by a client that was killed: the cluster forgets that 30 s after it was heard of last
+/// (`osd_client_watch_timeout`).
+const STILL_USED: Duration = Duration::from_secs(60);
 
 /// QEMU's storage daemon on an image, through librbd.
 #[derive(Clone, Debug)]
@@ -72,6 +81,20 @@ impl Librbd {
         Ok(tools::run(command).map(drop)?)
     }
 
+    /// Removes the image of disks that were made before. The cluster takes a client that was killed for one that uses it, for a while.
+    fn remove_image(&self, place: &Place) -> Result<(), SystemError> {
+        let give_up = Instant::now() + STILL_USED;
+        loop {
+            let removed = self.rbd(place, &["rm", "--no-progress", &self.image()]);
+            let in_use = |error: &SystemError| error.to_string().contains(IN_USE);
+            let waits = Instant::now() < give_up && !stop::asked();
+            if !(waits && removed.as_ref().is_err_and(in_use)) {
+                return removed;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
     /// The image as the daemon opens it. Without its host's cache the daemon turns librbd's off, too.
     fn block_device(&self, place: &Place) -> String {
         let encrypt = if self.luks { ",encrypt.format=luks2,encrypt.key-secret=s0" } else { "" };
@@ -108,12 +131,15 @@ impl System for Librbd {
         fs::write(&path, client::configuration(&self.pool))
             .map_err(|source| SystemError::File { path, source })?;
         let image = self.image();
-        // Of disks that were made before; one that is not there is no error, and one that stays makes `create` fail.
-        let _ = self.rbd(place, &["rm", "--no-progress", &image]);
+        let removed = self.remove_image(place);
         // The header is in the image, before the disk.
         let header = if self.luks { DATA_OFFSET } else { 0 };
         let size = format!("{}M", (place.size + header).div_ceil(MIB));
-        self.rbd(place, &["create", "--size", &size, &image])?;
+        let created = self.rbd(place, &["create", "--size", &size, &image]);
+        created.map_err(|error| match error.to_string().contains(EXISTS) {
+            true => removed.err().unwrap_or(error),
+            false => error,
+        })?;
         if !self.luks {
             return Ok(());
         }
