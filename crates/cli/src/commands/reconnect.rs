@@ -18,6 +18,8 @@ pub struct Retry {
     pub first: Duration,
     /// The longest pause.
     pub longest: Duration,
+    /// How long one request may take at most. What is asked with more of them, and takes longer, has had answers.
+    pub request: Duration,
 }
 
 /// Enough for a restart of the server, and for the boot of a slow machine.
@@ -25,10 +27,13 @@ pub const DEFAULT: Retry = Retry {
     timeout: Duration::from_secs(120),
     first: Duration::from_millis(250),
     longest: Duration::from_secs(5),
+    // A client gives one up after 70 seconds, and a connection after 10.
+    request: Duration::from_secs(80),
 };
 
 /// Repeats a request across restarts of the server. Reports when the server does not answer, and when it does again. A server that
-/// answers other requests, and never this one, is given up like one that does not answer.
+/// answers other requests, and never this one, is given up like one that does not answer. Who waits for changes is answered again and
+/// again: what was lost before that does not count.
 ///
 /// # Errors
 /// The server's refusal, or the last problem if it does not answer in time.
@@ -47,10 +52,14 @@ async fn across_within<T>(
 ) -> Result<T, Problem> {
     let mut end = None;
     loop {
+        let began = Instant::now();
         let problem = match ask().await {
             Err(problem) if is_temporary(&problem) => problem,
             answer => return answer,
         };
+        if began.elapsed() > retry.request {
+            end = None;
+        }
         if Instant::now() >= *end.get_or_insert_with(|| Instant::now() + retry.timeout) {
             return Err(problem);
         }
@@ -129,6 +138,7 @@ mod tests {
         timeout: Duration::from_millis(300),
         first: Duration::from_millis(10),
         longest: Duration::from_millis(40),
+        request: Duration::from_millis(200),
     };
 
     fn away() -> Problem {
@@ -198,6 +208,37 @@ mod tests {
         let never = across_within(SHORT, async || Err::<(), _>(busy()), async || Ok(()));
         assert_eq!(never.await.unwrap_err().code, ErrorCode::Busy);
         assert!(began.elapsed() >= SHORT.timeout, "{:?}", began.elapsed());
+    }
+
+    /// Nothing changes for hours, and the connection is lost now and then.
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_changes_outlasts_any_number_of_lost_connections() {
+        let mut asked = 0;
+        let changed = across_within(
+            DEFAULT,
+            async || {
+                asked += 1;
+                sleep(Duration::from_secs(3600)).await;
+                if asked < 4 { Err(away()) } else { Ok(asked) }
+            },
+            async || Ok(()),
+        );
+        assert_eq!(changed.await.unwrap(), 4);
+
+        // Each request takes as long as one may: there was no answer.
+        let (began, mut asked) = (Instant::now(), 0);
+        let never = across_within(
+            DEFAULT,
+            async || {
+                asked += 1;
+                sleep(Duration::from_secs(70)).await;
+                Err::<(), _>(away())
+            },
+            async || Ok(()),
+        );
+        assert_eq!(never.await.unwrap_err().code, ErrorCode::Unreachable);
+        assert!(began.elapsed() < Duration::from_secs(300), "{:?}", began.elapsed());
+        assert_eq!(asked, 3);
     }
 
     #[tokio::test]
