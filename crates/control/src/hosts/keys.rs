@@ -28,28 +28,36 @@ pub enum Purpose {
 /// A VM's key from its provider.
 ///
 /// # Errors
-/// `locked`, with the provider's reason, or because the key is not allowed for this purpose; `timed-out` and
-/// `unreachable` if it is not known whether the key is available.
+/// `locked`, with the provider's reason, or because the key is not allowed for this purpose; `timed-out`, `unreachable` and `busy`
+/// if it is not known whether the key is available.
 pub async fn fetch(
     providers: &Providers,
     vm: &Vm,
     key: &KeyReference,
     purpose: Purpose,
 ) -> Result<SecretBytes, Problem> {
-    let locked = |problem: Problem| match problem.code {
-        // The provider was not asked, or did not answer: a retry may succeed.
-        ErrorCode::TimedOut | ErrorCode::Unreachable if problem.reason.is_none() => problem,
-        _ => Problem {
-            reason: problem.reason,
-            inventory: problem.inventory,
-            ..Problem::new(ErrorCode::Locked, problem.detail)
-        },
-    };
     let provider = providers.get(key.provider).map_err(locked)?;
     let given = provider.get_key(vm.id, key).await.map_err(locked)?;
     match given.fault {
         Some(fault) if purpose == Purpose::Encrypt => Err(locked(fault)),
         _ => Ok(given.kek),
+    }
+}
+
+/// What it means for a VM's key that a provider has this problem.
+fn locked(problem: Problem) -> Problem {
+    match problem.code {
+        // The provider was not asked, or did not answer: a retry may succeed.
+        ErrorCode::TimedOut | ErrorCode::Unreachable | ErrorCode::Busy
+            if problem.reason.is_none() =>
+        {
+            problem
+        }
+        _ => Problem {
+            reason: problem.reason,
+            inventory: problem.inventory,
+            ..Problem::new(ErrorCode::Locked, problem.detail)
+        },
     }
 }
 
@@ -156,4 +164,22 @@ async fn tell(store: &Store, kind: &str, vm: &Vm, detail: &str) -> Result<(), Pr
     let mut write = store.write().await?;
     write.event(NewEvent { kind, actor: crate::SELF, target: &vm.name, detail }).await?;
     Ok(write.commit().await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::StoreError;
+
+    /// Nothing is known of the key: it is asked for again, and nobody is sent to look for it.
+    #[test]
+    fn a_busy_inventory_is_no_key_that_is_not_available() {
+        let busy = locked(StoreError::from(sqlx::Error::PoolTimedOut).into());
+        assert_eq!((busy.code, busy.inventory), (ErrorCode::Busy, true), "{busy}");
+        let sealed = Problem::new(ErrorCode::Busy, "sealed").because(KeyFault::ProviderSealed);
+        assert_eq!(locked(sealed).code, ErrorCode::Locked);
+        let full = Problem { inventory: true, ..Problem::new(ErrorCode::Internal, "full") };
+        let full = locked(full);
+        assert_eq!((full.code, full.inventory), (ErrorCode::Locked, true), "{full}");
+    }
 }

@@ -141,7 +141,9 @@ pub(super) fn locked(problem: Problem) -> Problem {
         | ErrorCode::KeyMismatch
         | ErrorCode::Locked => {
             let detail = format!("VM key unavailable: {problem}");
-            Problem { reason: problem.reason, ..Problem::new(ErrorCode::Locked, detail) }
+            // The task waits for an inventory that could not be read.
+            let (reason, inventory) = (problem.reason, problem.inventory);
+            Problem { reason, inventory, ..Problem::new(ErrorCode::Locked, detail) }
         }
         _ => problem,
     }
@@ -314,5 +316,18 @@ pub(super) async fn wait_off(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
             return Err(again("its power was cut, and its processes are still there"));
         }
         state = Some(next);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_whose_key_is_not_known_for_the_inventory_waits_for_that() {
+        let full = Problem { inventory: true, ..Problem::new(ErrorCode::Locked, "full") };
+        let told = locked(full);
+        assert!(told.inventory && told.detail.starts_with("VM key unavailable"), "{told}");
+        assert!(!locked(Problem::new(ErrorCode::Locked, "sealed")).inventory);
     }
 }
