@@ -58,6 +58,8 @@ struct Known {
     places: HashMap<DatastoreId, DatastoreSpec>,
     /// VMs by id.
     vms: HashMap<VmId, Vm>,
+    /// VMs that cannot be adopted now, as it is not known which memory their snapshots keep, and why not.
+    unseen: HashMap<VmId, String>,
     /// VMs that have another key than their disks, with that one; or why it cannot be had.
     rekeyed: HashMap<VmId, Result<Definition, String>>,
     /// VMs whose descriptors have other disks or network cards, with those; or why these are not taken.
@@ -96,7 +98,7 @@ pub async fn adopt(
     for vm in survey.vms.into_iter().filter(asked) {
         found.push(completed(services, &known, &request, vm).await?);
     }
-    memories::complete(&*agent, &known, &mut found).await;
+    known.unseen = memories::complete(&*agent, &known, &mut found).await;
     known.rekeyed = rekeyed(services, &known, &found).await?;
     known.changed = changed(services, &known, &found).await?;
     if let Some(missing) = request
@@ -189,6 +191,7 @@ async fn known(
         on,
         places,
         vms: vms.map(|vm| (vm.id, vm)).collect(),
+        unseen: HashMap::new(),
         rekeyed: HashMap::new(),
         changed: HashMap::new(),
         disks: placed.filter_map(|disk| Some((disk.id.parse().ok()?, disk))).collect(),
@@ -374,6 +377,10 @@ fn judge(
     line.name = Some(name.clone());
     line.disks = Some(descriptor.disks.len());
     line.key_id = descriptor.key.as_ref().map(|key| key.key_id.clone());
+    if let Some(why) = known.unseen.get(&found.vm) {
+        line.detail.clone_from(why);
+        return (line, None);
+    }
     match define(known, request, found.vm, name.clone(), &descriptor, &made) {
         Err(why) => line.detail = why,
         Ok(_) if taken.contains(&name) => {

@@ -142,6 +142,17 @@ async fn an_adopted_vm_has_the_memory_that_its_snapshots_keep() {
         let before = generation().await;
         assert!(before.is_some(), "{elsewhere}: it has no generation");
         lose(&fixture, vm).await;
+        if elsewhere {
+            // The other datastore does not answer: nobody knows of the memory, which the adoption would lose.
+            let silent = HostFault::Refuse(ErrorCode::TimedOut);
+            fixture.agent.inject(Call::SurveyDatastore, 2, silent);
+            let told = asked(&fixture, AdoptVms::default(), false).await;
+            assert_eq!((told.len(), told[0].status), (1, AdoptStatus::Refused), "{told:?}");
+            assert_eq!((told[0].vm, told[0].task), (vm, None), "{told:?}");
+            let said = &told[0].detail;
+            assert!(said.contains("/second") && said.contains("memory"), "{said}");
+            assert!(fixture.vm(vm).await.is_none());
+        }
         let ended = fixture.ended(begin(&fixture).await).await;
         assert_eq!(ended.state, TaskState::Done, "{elsewhere}: {:?}", ended.problem);
         let rows = snapshots::rows(&fixture, vm).await;
