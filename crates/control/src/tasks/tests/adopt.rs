@@ -523,13 +523,14 @@ async fn a_vm_whose_disks_alone_name_its_key_gets_that_in_the_inventory_too() {
     let mut write = fixture.store.write().await.unwrap();
     vms::set_key(&mut write, vm, &old).await.unwrap();
     write.commit().await.unwrap();
-    fixture.agent.change_descriptors(vm, |it| (it.key, it.mac) = (Some(old.clone()), None));
     // Who can write to the datastore gets no other VM's key.
     let other = fixture.made("other", "encrypted").await;
     let mut write = fixture.store.write().await.unwrap();
     keys::forget(&mut write, vm, &new).await.unwrap();
     keys::insert(&mut write, other, &new).await.unwrap();
     write.commit().await.unwrap();
+    // After what the host was told of the new key during the recryption has come: it has the descriptor written.
+    fixture.agent.change_descriptors(vm, |it| (it.key, it.mac) = (Some(old.clone()), None));
     let told = asked(&fixture, AdoptVms::default(), true).await;
     let line = |told: &[AdoptedVm]| told.iter().find(|it| it.vm == vm).unwrap().clone();
     assert_eq!(line(&told).status, AdoptStatus::Refused, "{told:?}");
