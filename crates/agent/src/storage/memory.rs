@@ -447,32 +447,22 @@ pub fn flush_disks(spec: &VmSpec) -> Result<(), Problem> {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device, DiskSpec};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device, DiskSpec};
     use vmseal_api::id::DatastoreId;
 
     use super::*;
+    use crate::process::run_dir;
     use crate::storage::datastore;
 
     /// A VM that is suspended with this.
     fn suspended(directory: &Path, memory: &str) -> (VmSpec, MemoryFiles) {
-        let mut spec = crate::process::run_dir::tests::spec();
+        let mut spec = run_dir::tests::spec();
         let location = DatastoreLocation::Dir { path: directory.to_owned() };
         let place = DatastoreSpec { datastore: DatastoreId::new(), location };
         datastore::probe(&place).unwrap();
         std::fs::create_dir(directory.join(spec.vm.to_string())).unwrap();
-        spec.devices = vec![Device::Disk(DiskSpec {
-            disk: DiskId::new(),
-            name: "disk0".to_owned(),
-            datastore: place,
-            size: 1 << 20,
-            encrypted: false,
-            allocation: Allocation::Thin,
-            role: Default::default(),
-            limits: Default::default(),
-            cache: None,
-            replica: None,
-            facts: None,
-        })];
+        let disk = DiskSpec { encrypted: false, ..run_dir::tests::disk("disk0", &place) };
+        spec.devices = vec![Device::Disk(disk)];
         let files = MemoryFiles::of(&spec).unwrap();
         std::fs::write(&files.saved, memory).unwrap();
         (spec, files)

@@ -156,13 +156,14 @@ mod tests {
 
     use vmseal_api::hardware::Firmware;
     use vmseal_api::host::descriptor::LENGTH_MAX;
-    use vmseal_api::host::{DatastoreSpec, Device, DiskRole, SnapshotSpec};
+    use vmseal_api::host::{DatastoreSpec, Device, DiskRole, SnapshotSpec, VmSpec};
     use vmseal_api::id::SnapshotId;
     use vmseal_seal::file::{Identity, Kind};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
     use super::*;
     use crate::keys;
+    use crate::process::run_dir;
     use crate::storage::datastore;
     use crate::storage::disk::begin_empty;
     use crate::storage::home::{Home, SNAPSHOT_MEMORY};
@@ -175,7 +176,7 @@ mod tests {
         assert_eq!(survey(&location).unwrap(), DatastoreSurvey::default());
         let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
         datastore::probe(&place).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
+        let mut spec = run_dir::tests::spec();
         for device in &mut spec.devices {
             if let Device::Disk(disk) = device {
                 disk.datastore = place.clone();
@@ -216,18 +217,23 @@ mod tests {
         }
     }
 
+    /// A datastore, and a VM that is to have a key, with that.
+    fn encrypted_vm(directory: &Path) -> (DatastoreSpec, VmSpec, SecretBytes) {
+        let location = DatastoreLocation::Dir { path: directory.to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let (mut spec, kek) = (run_dir::tests::spec(), SecretBytes::random(KEK_LEN).unwrap());
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        (place, spec, kek)
+    }
+
     /// Files that are cut off, another VM's, or no files, are none: a snapshot would be reverted to a memory that opens nowhere.
     #[test]
     fn a_survey_says_which_snapshots_keep_a_memory_that_is_whole() {
         let directory = tempfile::tempdir().unwrap();
-        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
-        let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
-        datastore::probe(&place).unwrap();
-        let kek = SecretBytes::random(KEK_LEN).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
+        let (place, mut spec, kek) = encrypted_vm(directory.path());
         let mut disk = crate::rules::tests::disk("disk");
         disk.datastore = place.clone();
-        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
         let ids: [SnapshotId; 5] = std::array::from_fn(|_| SnapshotId::new());
         let snapshots = ids.iter().enumerate().map(|(index, snapshot)| SnapshotSpec {
             snapshot: *snapshot,
@@ -259,7 +265,7 @@ mod tests {
         shorter.set_len(length - 1).unwrap();
         std::os::unix::fs::symlink(file(whole), file(linked)).unwrap();
         write(of_another, VmId::new());
-        let found = survey(&location).unwrap().vms.remove(0);
+        let found = survey(&place.location).unwrap().vms.remove(0);
         let said = matches!(&found.descriptor, FoundDescriptor::Read { descriptor, .. }
             if descriptor.snapshots.iter().any(|it| it.snapshot == none));
         assert!(said, "{found:?}");
@@ -269,12 +275,7 @@ mod tests {
     #[test]
     fn headers_say_what_the_disks_of_a_vm_without_a_descriptor_are_for() {
         let directory = tempfile::tempdir().unwrap();
-        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
-        let place = DatastoreSpec { datastore: DatastoreId::new(), location: location.clone() };
-        datastore::probe(&place).unwrap();
-        let kek = SecretBytes::random(KEK_LEN).unwrap();
-        let mut spec = crate::process::run_dir::tests::spec();
-        spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
+        let (place, mut spec, kek) = encrypted_vm(directory.path());
         spec.hardware.firmware = Firmware::UefiSecureBoot;
         let home = Home::of(&place, spec.vm).unwrap();
         for (role, said) in [
@@ -289,7 +290,7 @@ mod tests {
             let (file, facts, _) = begin_empty(&spec, &disk, Some(&kek), &home).unwrap();
             home.finish(disk.disk, &file).unwrap();
             std::fs::remove_file(home.path().join(DESCRIPTOR)).unwrap();
-            let found = survey(&location).unwrap().vms.remove(0).descriptor;
+            let found = survey(&place.location).unwrap().vms.remove(0).descriptor;
             let FoundDescriptor::Missing { images, key } = found else { panic!("{found:?}") };
             assert_eq!(key.unwrap().1, "k");
             let size = disk.size;

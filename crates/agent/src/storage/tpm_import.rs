@@ -105,10 +105,13 @@ pub async fn take(path: PathBuf, allowed: &TransferDirectories) -> Result<TakenT
 /// Those of [`take`].
 pub fn read(path: &Path, allowed: &TransferDirectories) -> Result<TakenTpm, Problem> {
     let unread = |error: io::Error| refused(path, &error.to_string());
-    let mut file = open_unused(path, allowed).map_err(|problem| Problem {
-        field: Some(FIELD.to_owned()),
-        detail: format!("{}; {INSTEAD}", problem.detail),
-        ..problem
+    let mut file = open_unused(path, allowed).map_err(|problem| {
+        let detail = match problem.code {
+            // It can be taken later: an empty TPM would lose what it holds.
+            ErrorCode::InUse => problem.detail,
+            _ => format!("{}; {INSTEAD}", problem.detail),
+        };
+        Problem { field: Some(FIELD.to_owned()), detail, ..problem }
     })?;
     if is_used(path, allowed) {
         return Err(in_use(path, "is in use by a swtpm: stop the domain first"));

@@ -18,7 +18,7 @@ pub struct Retry {
     pub first: Duration,
     /// The longest pause.
     pub longest: Duration,
-    /// How long one request may take at most. What is asked with more of them, and takes longer, has had answers.
+    /// The longest that one request takes. A call that took longer has made several, and the server has answered some of them.
     pub request: Duration,
 }
 
@@ -27,13 +27,13 @@ pub const DEFAULT: Retry = Retry {
     timeout: Duration::from_secs(120),
     first: Duration::from_millis(250),
     longest: Duration::from_secs(5),
-    // A client gives one up after 70 seconds, and a connection after 10.
+    // The client gives up a request after 70 seconds, and a connection after 10.
     request: Duration::from_secs(80),
 };
 
 /// Repeats a request across restarts of the server. Reports when the server does not answer, and when it does again. A server that
-/// answers other requests, and never this one, is given up like one that does not answer. Who waits for changes is answered again and
-/// again: what was lost before that does not count.
+/// answers other requests, and never this one, is given up like one that does not answer. A call that waits for changes makes many
+/// requests: once the server has answered one of them, earlier failures no longer count.
 ///
 /// # Errors
 /// The server's refusal, or the last problem if it does not answer in time.

@@ -328,7 +328,7 @@ async fn to_ends(
         }
         progress.say(&format!("{problem}: asking again for {}", within()));
         followed.away = Some(problem.clone());
-        // What is asked for is what is waited for: a busy server may answer other requests sooner.
+        // The task itself is requested: a busy server may answer other requests while it still fails this one.
         let open = followed.tasks.iter().find(|task| is_open(task));
         let path = open.map_or_else(|| "changes".to_owned(), |task| format!("tasks/{}", task.id));
         let ask = async || server.get::<serde_json::Value>(&path).await.map(drop);

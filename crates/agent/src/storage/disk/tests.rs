@@ -9,6 +9,7 @@ use vmseal_secret::KEK_LEN;
 
 use super::*;
 use crate::hypervisor::tpm::PROGRAM;
+use crate::process::run_dir;
 use crate::process::users::Users;
 use crate::storage::datastore;
 use crate::storage::locked::Access;
@@ -31,26 +32,12 @@ fn bench() -> Bench {
     let place = DatastoreSpec { datastore: DatastoreId::new(), location };
     datastore::probe(&place).unwrap();
     let kek = SecretBytes::random(KEK_LEN).unwrap();
-    let mut spec = crate::process::run_dir::tests::spec();
+    let mut spec = run_dir::tests::spec();
     spec.key = Some(keys::reference_of(&kek, spec.vm, "k"));
     spec.devices = [true, false]
-        .map(|encrypted| {
-            Device::Disk(DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size: 1 << 20,
-                encrypted,
-                allocation: Allocation::Thin,
-                role: Default::default(),
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
-            })
-        })
+        .map(|encrypted| Device::Disk(DiskSpec { encrypted, ..run_dir::tests::disk("d", &place) }))
         .into();
-    let run = crate::process::run_dir::RunDir::open(&directory.path().join("run")).unwrap();
+    let run = run_dir::RunDir::open(&directory.path().join("run")).unwrap();
     let builder = DiskBuilder {
         filter: Arc::new(File::open("/bin/false").unwrap()),
         users: Users::new(None),

@@ -1,9 +1,10 @@
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use vmseal_api::host::{Allocation, DatastoreLocation, Device};
+use vmseal_api::host::{DatastoreLocation, Device};
 use vmseal_api::id::DatastoreId;
 
 use super::*;
+use crate::process::run_dir;
 use crate::storage::mark;
 
 fn datastore() -> (tempfile::TempDir, DatastoreSpec) {
@@ -19,22 +20,11 @@ fn directory_of(spec: &DatastoreSpec) -> &Path {
 
 /// A VM with two disks, and their home.
 fn home(place: &DatastoreSpec) -> (Home, VmSpec) {
-    let mut spec = crate::process::run_dir::tests::spec();
+    let mut spec = run_dir::tests::spec();
     spec.devices = [4096, 1 << 30]
         .map(|size| {
-            Device::Disk(DiskSpec {
-                disk: DiskId::new(),
-                name: "d".to_owned(),
-                datastore: place.clone(),
-                size,
-                encrypted: false,
-                allocation: Allocation::Thin,
-                role: Default::default(),
-                limits: Default::default(),
-                cache: None,
-                replica: None,
-                facts: None,
-            })
+            let disk = run_dir::tests::disk("d", place);
+            Device::Disk(DiskSpec { size, encrypted: false, ..disk })
         })
         .into();
     (Home::of(place, spec.vm).unwrap(), spec)

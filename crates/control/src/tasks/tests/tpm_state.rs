@@ -50,8 +50,6 @@ async fn a_state_becomes_what_the_encrypted_disk_of_the_tpm_is_made_of() {
 #[tokio::test]
 async fn what_is_no_state_is_refused_by_a_dry_run_and_undone_by_the_task() {
     let fixture = Fixture::new().await;
-    let services = fixture.services(Recipient::generate().unwrap());
-    let me = Caller::administrator("me");
     let mut encrypted = STATE;
     encrypted[5] = 9;
     for (content, told) in [
@@ -63,16 +61,7 @@ async fn what_is_no_state_is_refused_by_a_dry_run_and_undone_by_the_task() {
         if content.is_none() {
             std::fs::remove_file(&path).unwrap();
         }
-        let refused = create_vm::create(&services, &me, request(&path), true).await.unwrap_err();
-        assert_eq!(refused.field.as_deref(), Some("tpm_state"), "{refused}");
-        assert!(refused.detail.contains(told), "{refused}");
-        let begun = create_vm::create(&services, &me, request(&path), false).await.unwrap();
-        let Outcome::Done(task) = begun else { panic!("nothing was begun") };
-        let ended = fixture.ended(task.id).await;
-        assert_eq!(ended.state, TaskState::Failed);
-        let problem = ended.problem.unwrap();
-        assert_eq!(problem.field.as_deref(), Some("tpm_state"), "{problem}");
-        fixture.assert_nothing_left(ended.operation.vm().unwrap(), told).await;
+        uefi_variables::refused_and_undone(&fixture, || request(&path), "tpm_state", told).await;
     }
 }
 

@@ -41,11 +41,30 @@ async fn variables_of_a_file_become_the_encrypted_disk_of_the_firmware() {
     assert_eq!(disk.image.as_ref().unwrap().path, Path::new(PLAIN));
 }
 
+/// A dry run of this creation is refused because of this field, and its task fails for that and leaves nothing.
+pub(super) async fn refused_and_undone(
+    fixture: &Fixture,
+    request: impl Fn() -> CreateVm,
+    field: &str,
+    told: &str,
+) {
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let refused = create_vm::create(&services, &me, request(), true).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
+    assert!(refused.detail.contains(told), "{refused}");
+    let begun = create_vm::create(&services, &me, request(), false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    let ended = fixture.ended(task.id).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let problem = ended.problem.unwrap();
+    assert_eq!(problem.field.as_deref(), Some(field), "{problem}");
+    fixture.assert_nothing_left(ended.operation.vm().unwrap(), told).await;
+}
+
 #[tokio::test]
 async fn what_the_firmware_does_not_read_is_refused_by_a_dry_run_and_undone_by_the_task() {
     let fixture = Fixture::new().await;
-    let services = fixture.services(Recipient::generate().unwrap());
-    let me = Caller::administrator("me");
     let short = fixture.directory.path().join("short.fd");
     std::fs::write(&short, [0; 4096]).unwrap();
     let missing = fixture.directory.path().join("missing.fd");
@@ -54,17 +73,7 @@ async fn what_the_firmware_does_not_read_is_refused_by_a_dry_run_and_undone_by_t
         (Firmware::Uefi, missing.as_path(), "No such file"),
         (Firmware::UefiSecureBoot, Path::new(PLAIN), "no keys of secure boot"),
     ] {
-        let asked = || request(firmware, file);
-        let refused = create_vm::create(&services, &me, asked(), true).await.unwrap_err();
-        assert_eq!(refused.field.as_deref(), Some("uefi_variables"), "{refused}");
-        assert!(refused.detail.contains(told), "{refused}");
-        let begun = create_vm::create(&services, &me, asked(), false).await.unwrap();
-        let Outcome::Done(task) = begun else { panic!("nothing was begun") };
-        let ended = fixture.ended(task.id).await;
-        assert_eq!(ended.state, TaskState::Failed);
-        let problem = ended.problem.unwrap();
-        assert_eq!(problem.field.as_deref(), Some("uefi_variables"), "{problem}");
-        fixture.assert_nothing_left(ended.operation.vm().unwrap(), told).await;
+        refused_and_undone(&fixture, || request(firmware, file), "uefi_variables", told).await;
     }
 }
 
