@@ -532,11 +532,15 @@ async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_off(vm, PowerOff::Force).await, "stopping one that is off");
     let press = PowerOff::Shutdown { seconds: 2 };
     done(agent.power_off(vm, press).await, "the same, gently");
+    done(agent.power_off(vm, PowerOff::CancelStart).await, "cancelling no start");
     nics::examined(agent, session).await;
     done(agent.power_on(vm).await, "starting");
     done(agent.power_on(vm).await, "starting again");
     session.power(agent, Power::Running).await;
     done(agent.power_on(vm).await, "starting one that runs");
+    let cancelled = agent.power_off(vm, PowerOff::CancelStart).await;
+    refused(cancelled, ErrorCode::WrongState, "cancelling a start that is over");
+    assert_eq!(session.now(agent).await.power, Power::Running);
     nics::connected(agent, session).await;
     console(agent, session).await;
     console(agent, session).await;

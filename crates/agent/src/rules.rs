@@ -258,6 +258,12 @@ pub fn resumed(spec: &VmSpec) -> Problem {
     wrong_state(spec, what)
 }
 
+/// A start was to be cancelled, and is over.
+#[must_use]
+pub fn has_started(spec: &VmSpec) -> Problem {
+    wrong_state(spec, "has started: its guest runs. Stop it to cut its power")
+}
+
 /// The VM's key state, given whether its KEK is here.
 #[must_use]
 pub fn key_state(spec: &VmSpec, held: bool) -> KeyState {

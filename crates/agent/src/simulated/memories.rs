@@ -111,6 +111,11 @@ impl SimulatedHost {
         }
     }
 
+    /// The guest of a VM that is being started runs just before a call that ends the start.
+    pub fn start_before_it_is_cancelled(&self, vm: VmId) {
+        self.inside().agent.starts_first.insert(vm);
+    }
+
     /// Puts a memory of this generation beside the disks of a VM that is off, as anybody can who writes to its datastore.
     pub fn put_memory_back(&self, vm: VmId, generation: u64) {
         let mut inside = self.inside();

@@ -301,6 +301,8 @@ struct AgentState {
     /// The keys of pools, by where these are mounted.
     pool_keys: BTreeMap<PathBuf, SecretBytes>,
     works: u64,
+    /// The VMs whose guests run before a call that ends their start is done.
+    starts_first: BTreeSet<VmId>,
     /// Turns true when the agent ends: calls that wait then fail.
     ended: watch::Sender<bool>,
 }
@@ -315,6 +317,7 @@ impl AgentState {
             exposed: Exposed::default(),
             pool_keys: BTreeMap::new(),
             works: 0,
+            starts_first: BTreeSet::new(),
             ended: watch::Sender::new(false),
         }
     }

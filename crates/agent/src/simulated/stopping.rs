@@ -21,19 +21,32 @@ impl Inside {
                 self.situation(vm)?.may(Action::ShutDown, None)?;
                 shutdown_time
             }
-            PowerOff::Force => Duration::ZERO,
+            PowerOff::Force | PowerOff::CancelStart => Duration::ZERO,
         };
+        if self.agent.starts_first.remove(&vm) {
+            self.known(vm)?.work.remove(&Work::Power);
+            self.started(vm, Work::Power);
+        }
+        let is_suspended = self.persisted.suspended.contains_key(&vm);
         let known = self.known(vm)?;
-        if known.power == Power::Suspended {
+        if known.power == Power::Suspended && how != PowerOff::CancelStart {
             return Err(rules::suspended(&known.spec));
         }
         if known.power != Power::Off {
             known.request = request_id::current();
         }
         match (known.power, how) {
-            (Power::Off, _) => Ok(None),
-            (_, PowerOff::Force) => {
+            (Power::Off | Power::Suspended, _) => Ok(None),
+            (power, PowerOff::CancelStart) if power != Power::Starting => {
+                self.agent.publish(vm);
+                Err(rules::has_started(&self.known(vm)?.spec))
+            }
+            (_, PowerOff::Force | PowerOff::CancelStart) => {
                 known.stop(StopReason::PoweredOff, "an operator cut the power");
+                // Of a start from a saved memory, which is still there.
+                if is_suspended {
+                    known.power = Power::Suspended;
+                }
                 let disks: Vec<DiskId> = known.spec.disks().map(|disk| disk.disk).collect();
                 disks.into_iter().for_each(|disk| self.agent.exposed.end(disk));
                 self.persisted.guests.remove(&vm);

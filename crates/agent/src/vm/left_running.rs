@@ -200,6 +200,9 @@ impl LeftRunning {
                     End::Off(StopReason::PoweredOff, "an operator forced it off".to_owned())
                 });
             }
+            Call::PowerOff(PowerOff::CancelStart, to) => {
+                drop(to.send(Err(rules::has_started(&self.spec))));
+            }
             Call::ChangeKeys(_, _, to) => drop(to.send(Err(self.refusal()))),
             Call::DeleteDisk(_, to)
             | Call::ExamineJob(_, to)

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 81] = [
+pub const FEATURES: [&str; 82] = [
     "job-create",
     "job-export",
     NICS,
@@ -88,6 +88,7 @@ pub const FEATURES: [&str; 81] = [
     EXAMINE_CHANGE,
     EXAMINE_NIC_CHANGE,
     MEMORY_GENERATION,
+    CANCEL_START,
     REPLICA_SNAPSHOTS,
     SHARE_DATA_KEYS,
     MIRROR_REPLICAS,
@@ -347,6 +348,9 @@ pub const TAKE_VARIABLES: &str = "take-uefi-variables";
 
 /// The feature of agents that have the TPM of a new VM keep what is in a file of the host's.
 pub const TAKE_TPM_STATE: &str = "take-tpm-state";
+
+/// The feature of agents that end a start and leave a guest alone that runs already.
+pub const CANCEL_START: &str = "cancel-start";
 
 /// The feature of agents that take the disks of VMs on pools of Ceph from hosts that do not answer.
 pub const FENCE_VMS: &str = "fence-vms";

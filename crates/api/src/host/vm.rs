@@ -162,4 +162,7 @@ pub enum PowerOff {
     },
     /// Cuts the power: answers when the processes are gone.
     Force,
+    /// Ends a start that is in progress, as [`PowerOff::Force`] does, and is refused where the guest runs already: one that has gone on
+    /// from its saved memory has it nowhere else. Agents without the feature [`CANCEL_START`](super::version::CANCEL_START) do not know it.
+    CancelStart,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::time::Instant;
-use vmseal_api::host::version::{MEMORY_GENERATION, STALLS};
+use vmseal_api::host::version::{CANCEL_START, MEMORY_GENERATION, STALLS};
 use vmseal_api::host::{HostState, Power, PowerOff, StopReason};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -277,7 +277,11 @@ async fn undo(run: &Run<'_>) -> Result<(), StepError> {
             return Ok(());
         }
         // It may go on at this moment; then the host refuses, and the next look shows that it runs.
-        return power_off(run).await.map_err(|error| match error {
+        let how = match run.has_feature(&vm, CANCEL_START).await? {
+            true => PowerOff::CancelStart,
+            false => PowerOff::Force,
+        };
+        return cut_power(run, how).await.map_err(|error| match error {
             StepError::Final(problem) if problem.code == ErrorCode::WrongState => {
                 StepError::Again(problem)
             }
@@ -289,6 +293,10 @@ async fn undo(run: &Run<'_>) -> Result<(), StepError> {
 
 /// Undoes [`power_on`]: the VM is off.
 pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
+    cut_power(run, PowerOff::Force).await
+}
+
+async fn cut_power(run: &Run<'_>, how: PowerOff) -> Result<(), StepError> {
     let vm = run.vm().await?;
     let agent = run.agent(&vm)?;
     let state = run.host_state(vm.host, None).await?;
@@ -296,7 +304,7 @@ pub(super) async fn power_off(run: &Run<'_>) -> Result<(), StepError> {
     if state_of(&state, vm.id).is_some_and(|seen| seen.power == Power::Suspended) {
         return Ok(());
     }
-    absent_is_fine(agent.power_off(vm.id, PowerOff::Force).await)?;
+    absent_is_fine(agent.power_off(vm.id, how).await)?;
     wait_off(run, &vm).await
 }
 

@@ -23,13 +23,13 @@ impl Owner {
             PowerOff::Force if self.power() == Power::Suspended => {
                 return Err(rules::suspended(&self.spec));
             }
-            PowerOff::Force => Duration::ZERO,
+            PowerOff::Force | PowerOff::CancelStart => Duration::ZERO,
         };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
             // ConsoleError above.
             (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
-            (State::Starting { task, cancel }, PowerOff::Force) => {
+            (State::Starting { task, cancel }, PowerOff::Force | PowerOff::CancelStart) => {
                 self.request = request_id::current();
                 let _ = cancel.send(());
                 let ending = match task.await {
@@ -58,6 +58,10 @@ impl Owner {
                     Err(_) => State::Running(running),
                 };
                 asked.map_err(internal)?;
+            }
+            (state @ (State::Running(_) | State::Stopping { .. }), PowerOff::CancelStart) => {
+                self.state = state;
+                return Err(rules::has_started(&self.spec));
             }
             (State::Running(running) | State::Stopping { running, .. }, PowerOff::Force) => {
                 self.request = request_id::current();

@@ -81,6 +81,23 @@ async fn a_memory_that_is_used_up_is_not_taken_where_nobody_saw_its_guest_run() 
     is_not_taken(&fixture, vm, generation).await;
 }
 
+/// The server sees it starting, and its guest goes on before the host is told to end the start: its memory is nowhere else then.
+#[tokio::test]
+async fn a_guest_that_has_just_gone_on_from_its_memory_outlives_a_cancelled_resume() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    fixture.agent.set_work(LONG);
+    let task = fixture.begin(Operation::StartVm { vm, boot_once: None }, "web").await;
+    is_seen(&fixture, vm, Power::Starting).await;
+    fixture.agent.start_before_it_is_cancelled(vm);
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Cancelled, "{:?}", ended.problem);
+    is_seen(&fixture, vm, Power::Running).await;
+    assert_eq!(fixture.agent.running(), [vm]);
+}
+
 /// Its disks hold what the snapshot keeps, which a guest with this memory would destroy.
 #[tokio::test]
 async fn a_memory_that_was_given_up_by_a_revert_is_not_taken() {
