@@ -91,6 +91,9 @@ pub struct AdoptedVm {
     /// older backup. Of a VM that is possible or begun it is what it gets, and what is not taken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub newer: Vec<String>,
+    /// What it loses if it is adopted as things are, a sentence each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// What becomes of a VM.

@@ -124,6 +124,8 @@ struct Persisted {
     suspended: BTreeMap<VmId, RunningGuest>,
     /// The generations of the memories that snapshots keep.
     kept_memories: BTreeMap<SnapshotId, u64>,
+    /// The memories that snapshots keep and whose files cannot be used, and why.
+    unusable_memories: BTreeMap<SnapshotId, String>,
     /// The generations of the memories of suspended VMs that other hosts will send.
     coming_memories: BTreeMap<VmId, u64>,
     /// The core dumps that were asked for: whose they are, and whether they are under its key.

@@ -4,9 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::datastore::HeaderRole;
 use vmseal_api::host::descriptor::VmDescriptor;
-use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory};
+use vmseal_api::host::survey::{
+    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory, UnusableMemory,
+};
+use vmseal_api::host::version::SURVEY_MEMORIES;
 use vmseal_api::host::{DatastoreLocation, DiskFacts};
-use vmseal_api::id::{DatastoreId, DiskId, VmId};
+use vmseal_api::id::{DatastoreId, DiskId, SnapshotId, VmId};
 use vmseal_api::problem::Problem;
 use vmseal_api::usage::{HostUsage, UsageCounters, UsageOnHost};
 
@@ -37,6 +40,21 @@ impl SimulatedHost {
     /// Removes the descriptors of a VM from its datastores.
     pub fn lose_descriptors(&self, vm: VmId) {
         self.inside().persisted.descriptors.retain(|(_, of), _| *of != vm);
+    }
+
+    /// Removes the descriptor of a VM from one of them.
+    pub fn lose_descriptor_on(&self, datastore: DatastoreId, vm: VmId) {
+        self.inside().persisted.descriptors.remove(&(datastore, vm));
+    }
+
+    /// Has the file with the memory of a snapshot be one that cannot be used, for this reason.
+    pub fn spoil_memory(&self, snapshot: SnapshotId, why: &str) {
+        self.inside().persisted.unusable_memories.insert(snapshot, why.to_owned());
+    }
+
+    /// Has the file be as it was before.
+    pub fn mend_memory(&self, snapshot: SnapshotId) {
+        self.inside().persisted.unusable_memories.remove(&snapshot);
     }
 }
 
@@ -93,10 +111,10 @@ impl Inside {
         let mark = self.persisted.storage.mark(path);
         let here = self.persisted.descriptors.iter().filter(|((on, _), _)| Some(*on) == mark);
         let vms = here.map(|((_, vm), descriptor)| {
-            let memories = self.memories_beside(descriptor, mark);
+            let (memories, unusable_memories) = self.memories_beside(descriptor, mark);
             let descriptor = Box::new(descriptor.clone());
             let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
-            FoundVm { vm: *vm, descriptor, memories }
+            FoundVm { vm: *vm, descriptor, memories, unusable_memories }
         });
         let mut vms: Vec<_> = vms.collect();
         let images = self.persisted.disks.iter().filter(|(_, it)| Some(it.datastore) == mark);
@@ -119,25 +137,34 @@ impl Inside {
             };
             let images = images.iter().map(image).collect();
             let descriptor = FoundDescriptor::Missing { images, key };
-            vms.push(FoundVm { vm, descriptor, memories: Vec::new() });
+            let (memories, unusable_memories) = (Vec::new(), Vec::new());
+            vms.push(FoundVm { vm, descriptor, memories, unusable_memories });
         }
         Ok(DatastoreSurvey { mark, vms, incomplete: None })
     }
 
-    /// The memory that snapshots of a VM keep, where its first disk is on this datastore.
+    /// The memory that snapshots of a VM keep, where its first disk is on this datastore, and what cannot be used of it. An agent of an
+    /// earlier version does not look for it.
     fn memories_beside(
         &self,
         descriptor: &VmDescriptor,
         here: Option<DatastoreId>,
-    ) -> Vec<KeptMemory> {
+    ) -> (Vec<KeptMemory>, Vec<UnusableMemory>) {
+        let (mut kept, mut unusable) = (Vec::new(), Vec::new());
         let first = descriptor.disks.first();
-        if first.is_none_or(|disk| disk.datastore.is_some_and(|at| Some(at) != here)) {
-            return Vec::new();
+        let is_elsewhere =
+            first.is_none_or(|disk| disk.datastore.is_some_and(|at| Some(at) != here));
+        if is_elsewhere || !self.features.iter().any(|feature| feature == SURVEY_MEMORIES) {
+            return (kept, unusable);
         }
-        let kept = descriptor.snapshots.iter().filter_map(|it| {
-            let generation = *self.persisted.kept_memories.get(&it.snapshot)?;
-            Some(KeptMemory { snapshot: it.snapshot, generation })
-        });
-        kept.collect()
+        for described in &descriptor.snapshots {
+            let snapshot = described.snapshot;
+            if let Some(why) = self.persisted.unusable_memories.get(&snapshot) {
+                unusable.push(UnusableMemory { snapshot, detail: why.clone() });
+            } else if let Some(generation) = self.persisted.kept_memories.get(&snapshot) {
+                kept.push(KeptMemory { snapshot, generation: *generation });
+            }
+        }
+        (kept, unusable)
     }
 }

@@ -74,6 +74,23 @@ pub struct MemoryReader {
     vm: String,
 }
 
+/// Why a file that is called as a snapshot's memory is not taken for it.
+#[derive(Debug, thiserror::Error)]
+pub enum KeptError {
+    /// A link, a pipe, a directory.
+    #[error("it is no regular file")]
+    NotAFile,
+    /// It is too short, or does not have the end of a stream.
+    #[error("it is cut off, or its end is damaged")]
+    CutOff,
+    /// Its header is not that of a memory of this VM.
+    #[error(transparent)]
+    Header(FileError),
+    /// It could not be read: perhaps it can be later.
+    #[error("it cannot be read: {0}")]
+    Read(io::Error),
+}
+
 impl MemoryFiles {
     /// Those of a VM.
     ///
@@ -387,23 +404,48 @@ impl SavedMachine {
     }
 }
 
-/// The memory that a snapshot keeps in this home of a VM: the generation that its file says. None without such a file that is whole: its
-/// header and its end are looked at, and nothing is opened, as the VM's key is not at hand. Who writes to the datastore decides what is
-/// there.
-#[must_use]
-pub fn kept_in(home: &Path, vm: VmId, snapshot: SnapshotId) -> Option<u64> {
-    let file = OpenOptions::new()
+/// The memory that a snapshot keeps in this home of a VM: the generation that its file says. None without such a file. Its header and its
+/// end are looked at, and nothing is opened, as the VM's key is not at hand. Who writes to the datastore decides what is there.
+///
+/// # Errors
+/// [`KeptError`]: the file is there, and cannot be read or is not a whole memory of this VM.
+pub fn kept_in(home: &Path, vm: VmId, snapshot: SnapshotId) -> Result<Option<u64>, KeptError> {
+    let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(home.join(format!("{SNAPSHOT_MEMORY}{snapshot}")))
-        .ok()?;
-    let metadata = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
-    let at = metadata.len().checked_sub(END_LEN as u64)?;
+        .open(home.join(format!("{SNAPSHOT_MEMORY}{snapshot}")));
+    match opened {
+        Ok(file) => generation_in(&file, vm).map(Some),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        // What the open says of a link that it is not to follow.
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(KeptError::NotAFile),
+        Err(error) => Err(KeptError::Read(error)),
+    }
+}
+
+/// The generation of a memory of this VM, as its header says.
+fn generation_in(mut file: &File, vm: VmId) -> Result<u64, KeptError> {
+    let metadata = file.metadata().map_err(KeptError::Read)?;
+    if !metadata.is_file() {
+        return Err(KeptError::NotAFile);
+    }
+    let at = metadata.len().checked_sub(END_LEN as u64).filter(|at| *at >= HEADER_LEN as u64);
+    let at = at.ok_or(KeptError::CutOff)?;
+    let header = Header::read(&mut file).map_err(|error| match error {
+        FileError::Io(error) => KeptError::Read(error),
+        other => KeptError::Header(other),
+    })?;
+    let Identity { vm: of, kind, generation } = header.identity();
+    if of != vm.0 {
+        return Err(KeptError::Header(FileError::OtherVm(of)));
+    }
+    if kind != Kind::Memory {
+        let other = FileError::OtherKind { found: kind, expected: Kind::Memory };
+        return Err(KeptError::Header(other));
+    }
     let mut end = [0; END_LEN];
-    file.read_exact_at(&mut end, at).ok()?;
-    let Identity { vm: of, kind, generation } = Header::read(&mut &file).ok()?.identity();
-    let is_whole = at >= HEADER_LEN as u64 && may_be_end(&end);
-    (is_whole && of == vm.0 && kind == Kind::Memory).then_some(generation)
+    file.read_exact_at(&mut end, at).map_err(KeptError::Read)?;
+    if may_be_end(&end) { Ok(generation) } else { Err(KeptError::CutOff) }
 }
 
 /// How a user gives a saved memory up.
@@ -496,6 +538,47 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&files.saved).unwrap(), "kept");
         kept.discard().unwrap();
         assert!(files.is_saved().unwrap() && !kept.is_saved().unwrap());
+    }
+
+    /// "Not there" is said of no other file: who adopts the VM would lose the memory.
+    #[test]
+    fn a_memory_that_cannot_be_read_is_told_apart_from_one_that_is_not_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let (home, vm, snapshot) = (directory.path(), VmId::new(), SnapshotId::new());
+        assert!(matches!(kept_in(home, vm, snapshot), Ok(None)));
+        let path = home.join(format!("{SNAPSHOT_MEMORY}{snapshot}"));
+        let write = |kind: Kind| {
+            let identity = Identity { vm: vm.0, kind, generation: 7 };
+            let mut to =
+                vmseal_seal::file::create(File::create(&path).unwrap(), identity, None).unwrap();
+            to.write_all(&[1; 5000]).unwrap();
+            to.finish().unwrap();
+        };
+        write(Kind::Core);
+        let of_core = kept_in(home, vm, snapshot);
+        let is_of_core = matches!(
+            of_core,
+            Err(KeptError::Header(FileError::OtherKind { found: Kind::Core, .. }))
+        );
+        assert!(is_of_core, "{of_core:?}");
+        write(Kind::Memory);
+        assert!(matches!(kept_in(home, vm, snapshot), Ok(Some(7))));
+        let other = kept_in(home, VmId::new(), snapshot);
+        assert!(matches!(other, Err(KeptError::Header(FileError::OtherVm(_)))), "{other:?}");
+        // Reads of it fail, as those of a device may.
+        let without_reads = OpenOptions::new().write(true).open(&path).unwrap();
+        let unread = generation_in(&without_reads, vm);
+        assert!(matches!(unread, Err(KeptError::Read(_))), "{unread:?}");
+        without_reads.set_len(END_LEN as u64).unwrap();
+        let short = kept_in(home, vm, snapshot);
+        assert!(matches!(short, Err(KeptError::CutOff)), "{short:?}");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let no_file = kept_in(home, vm, snapshot);
+        assert!(matches!(no_file, Err(KeptError::NotAFile)), "{no_file:?}");
+        // Whatever does not open is there, too: a name that is too long for the file system says so to everybody.
+        let long = kept_in(&home.join("a".repeat(300)), vm, snapshot);
+        assert!(matches!(long, Err(KeptError::Read(_))), "{long:?}");
     }
 
     #[test]

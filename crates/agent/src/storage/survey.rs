@@ -7,7 +7,9 @@ use std::path::Path;
 use vmseal_api::datastore::{HeaderRole, ImageContent};
 use vmseal_api::filter::DISKS_MAX;
 use vmseal_api::host::descriptor::VmDescriptor;
-use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory};
+use vmseal_api::host::survey::{
+    DatastoreSurvey, FoundDescriptor, FoundVm, HeaderDisk, KeptMemory, UnusableMemory,
+};
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DiskFacts, DiskState};
 use vmseal_api::id::{DatastoreId, DiskId, ProviderId, VmId};
 use vmseal_api::problem::Problem;
@@ -15,7 +17,7 @@ use vmseal_api::problem::Problem;
 use crate::storage::descriptor;
 use crate::storage::facts;
 use crate::storage::file_error::failed;
-use crate::storage::home::DESCRIPTOR;
+use crate::storage::home::{DESCRIPTOR, SNAPSHOT_MEMORY};
 use crate::storage::image_content::look;
 use crate::storage::mark::{directory, marker};
 use crate::storage::memory;
@@ -23,7 +25,8 @@ use crate::storage::memory;
 /// The most directory entries that are looked at, so that a foreign tree does not delay it for long.
 const ENTRIES_MAX: usize = 100_000;
 
-/// The most bytes of descriptors that are read in all, usable or not: the answer is accepted, and soon there.
+/// The most bytes of descriptors that are read, usable or not, and that are said of memories which cannot be used, in all: the answer is
+/// accepted, and soon there.
 const TEXT_MAX: usize = 6 << 20;
 
 /// Surveys a directory. Blocks.
@@ -55,22 +58,20 @@ pub fn survey(location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> 
         }
         if entry.path().join(DESCRIPTOR).symlink_metadata().is_err() {
             let descriptor = from_headers(&entry.path(), vm);
-            survey.vms.push(FoundVm { vm, descriptor, memories: Vec::new() });
+            survey.vms.push(without_memories(vm, descriptor));
             continue;
         }
         let (length, descriptor) = descriptor::read(&entry.path().join(DESCRIPTOR));
         text += length;
         let found = match descriptor {
             Ok(descriptor) => {
-                let memories = memories(&entry.path(), vm, &descriptor);
+                let (memories, unusable_memories) = memories(&entry.path(), vm, &descriptor);
+                text += unusable_memories.iter().map(|it| it.detail.len()).sum::<usize>();
                 let made = made(&descriptor);
                 let descriptor = FoundDescriptor::Read { descriptor: Box::new(descriptor), made };
-                FoundVm { vm, descriptor, memories }
+                FoundVm { vm, descriptor, memories, unusable_memories }
             }
-            Err(why) => {
-                let descriptor = FoundDescriptor::Unusable { detail: why };
-                FoundVm { vm, descriptor, memories: Vec::new() }
-            }
+            Err(why) => without_memories(vm, FoundDescriptor::Unusable { detail: why }),
         };
         survey.vms.push(found);
     }
@@ -78,13 +79,31 @@ pub fn survey(location: &DatastoreLocation) -> Result<DatastoreSurvey, Problem> 
     Ok(survey)
 }
 
-/// The memory that snapshots of a VM keep in its home here. Descriptors do not say which do.
-fn memories(home: &Path, vm: VmId, descriptor: &VmDescriptor) -> Vec<KeptMemory> {
-    let kept = descriptor.snapshots.iter().filter_map(|it| {
-        let snapshot = it.snapshot;
-        Some(KeptMemory { snapshot, generation: memory::kept_in(home, vm, snapshot)? })
-    });
-    kept.collect()
+/// A VM without a descriptor that says which snapshots it has.
+fn without_memories(vm: VmId, descriptor: FoundDescriptor) -> FoundVm {
+    FoundVm { vm, descriptor, memories: Vec::new(), unusable_memories: Vec::new() }
+}
+
+/// The memory that snapshots of a VM keep in its home here, and the files that are called so and cannot be used. Descriptors do not say
+/// which snapshots keep memory: a file that cannot be read for a moment must not pass for one that is not there.
+fn memories(
+    home: &Path,
+    vm: VmId,
+    descriptor: &VmDescriptor,
+) -> (Vec<KeptMemory>, Vec<UnusableMemory>) {
+    let (mut kept, mut unusable) = (Vec::new(), Vec::new());
+    for described in &descriptor.snapshots {
+        let snapshot = described.snapshot;
+        match memory::kept_in(home, vm, snapshot) {
+            Ok(None) => {}
+            Ok(Some(generation)) => kept.push(KeptMemory { snapshot, generation }),
+            Err(error) => {
+                let detail = format!("{SNAPSHOT_MEMORY}{snapshot}: {error}");
+                unusable.push(UnusableMemory { snapshot, detail });
+            }
+        }
+    }
+    (kept, unusable)
 }
 
 /// What the images of a VM say of it.
@@ -166,7 +185,7 @@ mod tests {
     use crate::process::run_dir;
     use crate::storage::datastore;
     use crate::storage::disk::begin_empty;
-    use crate::storage::home::{Home, SNAPSHOT_MEMORY};
+    use crate::storage::home::Home;
     use crate::storage::sealed::vm_key;
 
     #[test]
@@ -200,8 +219,8 @@ mod tests {
         let found = survey(&location).unwrap();
         assert_eq!((found.mark, found.incomplete), (Some(place.datastore), None));
         assert_eq!(found.vms.len(), 5);
-        for FoundVm { vm, descriptor, memories } in &found.vms {
-            assert!(memories.is_empty());
+        for FoundVm { vm, descriptor, memories, unusable_memories } in &found.vms {
+            assert!(memories.is_empty() && unusable_memories.is_empty());
             match descriptor {
                 FoundDescriptor::Read { descriptor, made } => {
                     assert!(made.is_empty());
@@ -227,7 +246,8 @@ mod tests {
         (place, spec, kek)
     }
 
-    /// Files that are cut off, another VM's, or no files, are none: a snapshot would be reverted to a memory that opens nowhere.
+    /// Files that are cut off, another VM's, or no files, are none: a snapshot would be reverted to a memory that opens nowhere. They are told,
+    /// as the snapshot may have had a memory.
     #[test]
     fn a_survey_says_which_snapshots_keep_a_memory_that_is_whole() {
         let directory = tempfile::tempdir().unwrap();
@@ -270,6 +290,16 @@ mod tests {
             if descriptor.snapshots.iter().any(|it| it.snapshot == none));
         assert!(said, "{found:?}");
         assert_eq!(found.memories, [KeptMemory { snapshot: whole, generation: 7 }]);
+        // In the order of the descriptor's snapshots; and nothing of the one that has no file.
+        let told: Vec<_> = found.unusable_memories.iter().map(|it| it.snapshot).collect();
+        assert_eq!(told, [cut, linked, of_another]);
+        for (unusable, why) in
+            found.unusable_memories.iter().zip(["cut off", "no regular file", "belongs to VM"])
+        {
+            let UnusableMemory { snapshot, detail } = unusable;
+            let file = format!("{SNAPSHOT_MEMORY}{snapshot}: ");
+            assert!(detail.starts_with(&file) && detail.contains(why), "{detail}");
+        }
     }
 
     #[test]

@@ -28,10 +28,14 @@ pub struct FoundVm {
     pub vm: VmId,
     /// Its descriptor, as it was found.
     pub descriptor: FoundDescriptor,
-    /// The memory that snapshots of the descriptor's keep here, as far as its files are whole. Not authenticated. Agents of earlier versions
-    /// do not tell.
+    /// The memory that snapshots of the descriptor's keep here, as far as its files are whole. Not authenticated. Agents without the feature
+    /// [`SURVEY_MEMORIES`](super::version::SURVEY_MEMORIES) do not tell.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memories: Vec<KeptMemory>,
+    /// The files here that are called as memories of these snapshots, and could not be read or are none: it is not known whether these
+    /// snapshots keep memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unusable_memories: Vec<UnusableMemory>,
 }
 
 /// The memory that a snapshot keeps.
@@ -41,6 +45,15 @@ pub struct KeptMemory {
     pub snapshot: SnapshotId,
     /// Which of the VM's memories it is, as the file's header says; 0 where nobody has counted it.
     pub generation: u64,
+}
+
+/// A file that is called as the memory of a snapshot, and cannot be taken for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnusableMemory {
+    /// The snapshot, as the file is called.
+    pub snapshot: SnapshotId,
+    /// Which file it is, and why, for people.
+    pub detail: String,
 }
 
 /// A disk of a VM whose descriptor is missing.

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 82] = [
+pub const FEATURES: [&str; 83] = [
     "job-create",
     "job-export",
     NICS,
@@ -107,6 +107,7 @@ pub const FEATURES: [&str; 82] = [
     COMPARE_RESTORED,
     WAKEUP,
     TAKE_TPM_STATE,
+    SURVEY_MEMORIES,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -354,6 +355,9 @@ pub const CANCEL_START: &str = "cancel-start";
 
 /// The feature of agents that take the disks of VMs on pools of Ceph from hosts that do not answer.
 pub const FENCE_VMS: &str = "fence-vms";
+
+/// The feature of agents whose surveys of datastores tell which memory snapshots keep there, and which of its files cannot be used.
+pub const SURVEY_MEMORIES: &str = "survey-memories";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -125,6 +125,7 @@ pub async fn adopt(
     let mut lines = Vec::new();
     for (mut line, definition) in checked {
         line.power = view.vm(line.vm).map(|seen| seen.power);
+        line.warnings.extend(definition.as_ref().and_then(|it| memories::lost(&view, it)));
         if let Some(definition) = definition.filter(|_| !dry_run) {
             begin(services, caller, definition, &mut line).await?;
         }
@@ -212,10 +213,7 @@ async fn completed(
 ) -> Result<FoundVm, Problem> {
     let vm = found.vm;
     let FoundDescriptor::Missing { images, key } = found.descriptor else { return Ok(found) };
-    let unusable = |detail: String| {
-        let descriptor = FoundDescriptor::Unusable { detail };
-        Ok(FoundVm { vm, descriptor, memories: Vec::new() })
-    };
+    let unusable = |detail: String| Ok(without_memories(vm, FoundDescriptor::Unusable { detail }));
     let Some(named) = request.rename.iter().find(|rename| rename.vm == vm.to_string()) else {
         return unusable(format!(
             "it has no descriptor: its images alone are there. Give it a name (--rename {vm}=NAME)"
@@ -271,8 +269,12 @@ async fn completed(
         about: Default::default(),
         mac: None,
     });
-    let descriptor = FoundDescriptor::Read { descriptor, made: Vec::new() };
-    Ok(FoundVm { vm, descriptor, memories: Vec::new() })
+    Ok(without_memories(vm, FoundDescriptor::Read { descriptor, made: Vec::new() }))
+}
+
+/// A VM whose own descriptor is not there: which snapshots it has is not known.
+fn without_memories(vm: VmId, descriptor: FoundDescriptor) -> FoundVm {
+    FoundVm { vm, descriptor, memories: Vec::new(), unusable_memories: Vec::new() }
 }
 
 /// What the headers of a VM's disks say of its machine, and the name and role of each disk. Without a header that says so, a disk is
@@ -336,6 +338,7 @@ fn judge(
         task: None,
         detail: String::new(),
         newer: Vec::new(),
+        warnings: Vec::new(),
     };
     if let Some(vm) = known.vms.get(&found.vm) {
         if request.discard_newer {

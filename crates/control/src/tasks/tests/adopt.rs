@@ -7,9 +7,9 @@ use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
 use vmseal_api::hardware::Firmware;
 use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS};
 use vmseal_api::host::survey::FoundDescriptor;
-use vmseal_api::host::version::{ABOUT, DESCRIPTORS, USAGE};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, SURVEY_MEMORIES, USAGE};
 use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
-use vmseal_api::id::{DatastoreId, PolicyId, TaskId};
+use vmseal_api::id::{DatastoreId, PolicyId, SnapshotId, TaskId};
 use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -114,27 +114,42 @@ async fn an_adopted_vm_is_what_it_was_and_starts() {
     assert_eq!(told[0].status, AdoptStatus::Known, "{told:?}");
 }
 
+/// A VM that is off, with a snapshot that keeps memory, and one that does not. Its first disk is on the second datastore, or with the others.
+async fn with_memory(fixture: &Fixture, elsewhere: bool) -> (VmId, [SnapshotId; 2]) {
+    let vm = fixture.running("web").await;
+    let asleep = snapshots::taken_with(fixture, vm, "asleep", true).await;
+    let disks = snapshots::taken(fixture, vm, "disks").await;
+    let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
+    fixture.done(stop, "web").await;
+    if elsewhere {
+        let (first, to) = (fixture.disks(vm).await.remove(0), mirror::second(fixture).await);
+        let moves = Operation::MoveVm {
+            vm,
+            disks: vec![first.id],
+            all: false,
+            from: vec![first.datastore.datastore],
+            to: to.spec_on(fixture.host).unwrap(),
+        };
+        fixture.done(moves, "web").await;
+    }
+    (vm, [asleep, disks])
+}
+
+/// The only VM is not adopted, as its host does not see what memory its snapshots keep. What is said.
+async fn memory_unseen(fixture: &Fixture, vm: VmId) -> String {
+    let told = asked(fixture, AdoptVms::default(), false).await;
+    assert_eq!((told.len(), told[0].status), (1, AdoptStatus::Refused), "{told:?}");
+    assert_eq!((told[0].vm, told[0].task), (vm, None), "{told:?}");
+    assert!(fixture.vm(vm).await.is_none());
+    told[0].detail.clone()
+}
+
 /// Its descriptor does not say which of its snapshots keep memory: the files beside its first disk do, on whatever datastore that is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_adopted_vm_has_the_memory_that_its_snapshots_keep() {
     for elsewhere in [false, true] {
         let fixture = Fixture::new().await;
-        let vm = fixture.running("web").await;
-        let asleep = snapshots::taken_with(&fixture, vm, "asleep", true).await;
-        let disks = snapshots::taken(&fixture, vm, "disks").await;
-        let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
-        fixture.done(stop, "web").await;
-        if elsewhere {
-            let (first, to) = (fixture.disks(vm).await.remove(0), mirror::second(&fixture).await);
-            let moves = Operation::MoveVm {
-                vm,
-                disks: vec![first.id],
-                all: false,
-                from: vec![first.datastore.datastore],
-                to: to.spec_on(fixture.host).unwrap(),
-            };
-            fixture.done(moves, "web").await;
-        }
+        let (vm, [asleep, disks]) = with_memory(&fixture, elsewhere).await;
         let generation = async || {
             let mut read = fixture.store.read().await.unwrap();
             memory_generations::of_snapshot(&mut read, asleep).await.unwrap()
@@ -146,13 +161,21 @@ async fn an_adopted_vm_has_the_memory_that_its_snapshots_keep() {
             // The other datastore does not answer: nobody knows of the memory, which the adoption would lose.
             let silent = HostFault::Refuse(ErrorCode::TimedOut);
             fixture.agent.inject(Call::SurveyDatastore, 2, silent);
-            let told = asked(&fixture, AdoptVms::default(), false).await;
-            assert_eq!((told.len(), told[0].status), (1, AdoptStatus::Refused), "{told:?}");
-            assert_eq!((told[0].vm, told[0].task), (vm, None), "{told:?}");
-            let said = &told[0].detail;
+            let said = memory_unseen(&fixture, vm).await;
             assert!(said.contains("/second") && said.contains("memory"), "{said}");
-            assert!(fixture.vm(vm).await.is_none());
         }
+        // The file is there, and cannot be read now.
+        fixture.agent.spoil_memory(asleep, "an input/output error");
+        let said = memory_unseen(&fixture, vm).await;
+        let home = format!("{}/{vm} ", if elsewhere { "/second" } else { "/store" });
+        for part in [home.as_str(), "snapshot 'asleep', an input/output error"] {
+            assert!(said.contains(part), "{elsewhere}: {said}");
+        }
+        assert!(!said.contains("'disks'"), "{elsewhere}: {said}");
+        fixture.agent.mend_memory(asleep);
+        let told = asked(&fixture, AdoptVms::default(), true).await;
+        assert_eq!(told[0].status, AdoptStatus::Possible, "{elsewhere}: {told:?}");
+        assert!(told[0].warnings.is_empty(), "{elsewhere}: {told:?}");
         let ended = fixture.ended(begin(&fixture).await).await;
         assert_eq!(ended.state, TaskState::Done, "{elsewhere}: {:?}", ended.problem);
         let rows = snapshots::rows(&fixture, vm).await;
@@ -167,6 +190,57 @@ async fn an_adopted_vm_has_the_memory_that_its_snapshots_keep() {
         fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
         fixture.assert_whole(vm, Power::Running, "it goes on").await;
     }
+}
+
+/// Which files beside its first disk are memory of its snapshots, its host knows by the descriptor there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_the_descriptor_beside_its_first_disk_a_vm_is_not_adopted_without_memory() {
+    let fixture = Fixture::new().await;
+    let (vm, _) = with_memory(&fixture, true).await;
+    let second = fixture.disks(vm).await.remove(0).datastore.datastore;
+    lose(&fixture, vm).await;
+    fixture.agent.lose_descriptor_on(second, vm);
+    let said = memory_unseen(&fixture, vm).await;
+    assert!(said.contains("/second") && said.contains("vm.json"), "{said}");
+}
+
+/// It does not look for memory: its snapshots come back without, which is said before and while they do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn that_an_older_agent_does_not_tell_which_snapshots_keep_memory_is_said() {
+    let fixture = Fixture::new().await;
+    fixture.agent.lack_features(&[SURVEY_MEMORIES]);
+    fixture.agent.restart();
+    fixture
+        .eventually("the server knows", async || {
+            let description = fixture.hosts.view(fixture.host).description?;
+            (!description.features.iter().any(|it| it == SURVEY_MEMORIES)).then_some(())
+        })
+        .await;
+    let (vm, [asleep, disks]) = with_memory(&fixture, false).await;
+    let without_snapshots = fixture.made("plain", "encrypted").await;
+    lose(&fixture, vm).await;
+    lose(&fixture, without_snapshots).await;
+    let mut tasks = Vec::new();
+    for dry_run in [true, false] {
+        let told = asked(&fixture, AdoptVms::default(), dry_run).await;
+        let line = |vm: VmId| told.iter().find(|it| it.vm == vm).unwrap();
+        let expected = if dry_run { AdoptStatus::Possible } else { AdoptStatus::Begun };
+        assert_eq!(line(vm).status, expected, "{told:?}");
+        let [warning] = &line(vm).warnings[..] else { panic!("{told:?}") };
+        assert!(warning.contains("keep memory"), "{warning}");
+        assert!(warning.contains("upgrade vmseal there before"), "{warning}");
+        assert_eq!(line(without_snapshots).status, expected, "{told:?}");
+        assert!(line(without_snapshots).warnings.is_empty(), "{told:?}");
+        tasks.extend(told.iter().filter_map(|it| it.task));
+    }
+    assert_eq!(tasks.len(), 2);
+    for task in tasks {
+        let ended = fixture.ended(task).await;
+        assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    }
+    let rows = snapshots::rows(&fixture, vm).await;
+    let kept: Vec<_> = rows.iter().map(|row| (row.id, row.memory)).collect();
+    assert_eq!(kept, [(asleep, false), (disks, false)]);
 }
 
 /// What its users say of it is in its descriptors: of one that is off, of one that runs, and after it has run on.
