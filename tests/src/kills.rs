@@ -97,6 +97,17 @@ pub fn has_its_turn() -> bool {
     false
 }
 
+/// Whether all is tried (`VMSEAL_ALL`, as `scripts/soak` has it): for a test that takes minutes. Where not, the run says that it was
+/// skipped.
+#[must_use]
+pub fn is_soak_run() -> bool {
+    let all = std::env::var_os("VMSEAL_ALL").is_some();
+    if !all {
+        crate::skipped("it is for soak runs (VMSEAL_ALL=1)");
+    }
+    all
+}
+
 /// Some of these moments (milliseconds, or parts of an operation), chosen by `VMSEAL_SEED` or a seed that is printed; with
 /// `VMSEAL_ALL`, as `scripts/soak` has it, all of them, in order.
 #[must_use]

@@ -12,7 +12,7 @@ use serde_json::Value;
 use vmseal_tests::ceph::{Cluster, StoppedDaemons, is_installed, mounts_below, said};
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::using;
-use vmseal_tests::{eventually, program};
+use vmseal_tests::{eventually, program, skipped};
 
 /// Short, and small blocks: that all are measured matters, and no figure.
 const EXPERIMENT: &str = r#"
@@ -46,9 +46,18 @@ small = { rounds = 2, seconds = 0.5, size_mib = 16 }
 full = { rounds = 2, seconds = 0.5, size_mib = 16 }
 "#;
 
+/// Whether there is a cluster to be had, by root, as the laboratory mounts pools. Where not, the run says why.
+fn can_run() -> bool {
+    let root = nix::unistd::geteuid().is_root();
+    if !root {
+        skipped("it takes root");
+    }
+    root && is_installed()
+}
+
 #[test]
 fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
-    if !is_installed() || !nix::unistd::geteuid().is_root() {
+    if !can_run() {
         return;
     }
     let cluster = Cluster::new();
@@ -65,7 +74,7 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
     let experiment = &report["experiments"][0];
     if let Some(why) = experiment["refused"].as_str() {
         assert!(why.contains("install Debian's package"), "{why}");
-        println!("SKIPPED: {why}");
+        skipped(why);
         return;
     }
     let cells = experiment["measured"][0]["cells"].as_array().unwrap();
@@ -90,7 +99,7 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
 
 #[test]
 fn a_run_whose_cluster_does_not_answer_ends_on_a_signal_with_all_that_it_has_started() {
-    if !is_installed() || !nix::unistd::geteuid().is_root() || !has_its_turn() {
+    if !can_run() || !has_its_turn() {
         return;
     }
     let cluster = Cluster::new();

@@ -17,7 +17,7 @@ use vmseal_tests::counting_guest::{
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::has_its_turn;
+use vmseal_tests::kills::{has_its_turn, is_soak_run};
 use vmseal_tests::rest;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{self, HERE, QEMU, THERE, Victim, other, processes};
@@ -335,8 +335,8 @@ fn qemu_loads_the_memory_where_the_agent_is_not_to_place_it() {
 /// QEMU answers nothing while it sends the rest of the memory: on a slow line for longer than its monitor's commands may take else.
 #[test]
 fn a_guest_may_stand_still_for_as_long_as_it_is_allowed_to() {
-    // It takes minutes, so not in each run.
-    if std::env::var_os("VMSEAL_ALL").is_none() {
+    // It takes minutes.
+    if !is_soak_run() {
         return;
     }
     let (here, mut console) = started("encrypted");

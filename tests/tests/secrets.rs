@@ -35,6 +35,7 @@ use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, LOUDEST, PASSPHRASE};
 use vmseal_tests::rest::keep_metrics;
 use vmseal_tests::scan::{Find, Needle, Scanner, forms};
+use vmseal_tests::skipped;
 
 /// The keys of an installation with one encrypted VM, got without asking any of its processes.
 struct Keys {
@@ -185,9 +186,7 @@ impl Processes {
 fn is_root() -> bool {
     let root = nix::unistd::Uid::effective().is_root();
     if !root {
-        eprintln!(
-            "the memory of processes that are not dumpable can be read by root alone: not searched"
-        );
+        skipped("the memory of processes that are not dumpable can be read by root alone");
     }
     root
 }
@@ -459,8 +458,11 @@ fn a_planted_secret_is_found_in_every_form_and_place() {
 #[test]
 fn secret_memory_is_out_of_reach() {
     let secret = SecretBytes::random(KEK_LEN).unwrap();
-    if !is_root() || secret.backing() != Backing::SecretMemory {
-        eprintln!("not run: this needs root, and a kernel with memfd_secret");
+    if !is_root() {
+        return;
+    }
+    if secret.backing() != Backing::SecretMemory {
+        skipped("the kernel has no memfd_secret");
         return;
     }
     let mut child = Command::new("python3")

@@ -11,7 +11,9 @@ use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::eventually;
 use vmseal_tests::fio_guest::{keep_history, ready, started, stop_and_check, write_and_verify};
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::kills::{Victim, console_again, during, during_which, has_its_turn, retried};
+use vmseal_tests::kills::{
+    Victim, console_again, during, during_which, has_its_turn, is_soak_run, retried,
+};
 
 const VM: &str = "web";
 
@@ -132,11 +134,7 @@ impl Outage {
 /// alone, as `scripts/soak` has it.
 #[test]
 fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile() {
-    if std::env::var_os("VMSEAL_ALL").is_none() {
-        vmseal_tests::skipped("it is for soak runs (VMSEAL_ALL=1)");
-        return;
-    }
-    if !is_installed() {
+    if !is_soak_run() || !is_installed() {
         return;
     }
     let ceph = CephInstallation::new(Options {

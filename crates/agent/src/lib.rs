@@ -36,6 +36,8 @@ pub mod process;
 mod rules;
 mod signer;
 pub mod simulated;
+#[cfg(test)]
+mod skipped;
 mod storage;
 mod timed;
 mod vm;

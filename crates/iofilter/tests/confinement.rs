@@ -250,8 +250,9 @@ fn a_process_confined_in_all_ways_has_its_memory_and_no_more() {
 #[test]
 fn a_confined_process_reaches_no_path_port_or_process() {
     if confine_on_a_thread() != FilesConfined::Fully {
-        eprintln!("skipped: this kernel's Landlock does not know all that is asked of it");
-        return;
+        // Not by a macro, whose output the harness hides when a test passes.
+        let message = b"skipped: this kernel's Landlock does not know all that is asked of it\n";
+        return std::io::stderr().write_all(message).unwrap();
     }
     for (name, expected, _) in FILES {
         assert_eq!(fate(name), *expected, "{name}");

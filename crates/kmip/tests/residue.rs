@@ -46,8 +46,9 @@ fn places(half: &[u8]) -> Vec<String> {
 async fn keys_pass_only_through_secret_memory() {
     if Backing::of_this_machine() == Backing::LockedMemory {
         // The search would find the keys themselves.
-        eprintln!("SKIPPED: the kernel has no memfd_secret, so nothing is proven here");
-        return;
+        // Not by a macro, whose output the harness hides when a test passes.
+        let message = b"skipped: the kernel has no memfd_secret, so nothing is proven here\n";
+        return std::io::Write::write_all(&mut std::io::stderr(), message).unwrap();
     }
     // The search works.
     let mut plain = vec![0; HALF];

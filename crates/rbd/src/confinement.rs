@@ -118,8 +118,9 @@ mod tests {
         });
         let (status, needed, other, written) = tried.join().unwrap();
         if status == RulesetStatus::NotEnforced {
-            eprintln!("skipped: this kernel has no Landlock");
-            return;
+            // Not by a macro, whose output the harness hides when a test passes.
+            let message = b"skipped: this kernel has no Landlock\n";
+            return io::Write::write_all(&mut io::stderr(), message).unwrap();
         }
         assert_eq!(needed, Ok(()));
         assert_eq!(other, Err(ErrorKind::PermissionDenied));

@@ -183,7 +183,12 @@ impl CoreFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
             Err(error) => return Err(failed(&self.creating(), "looked for", &error)),
         };
-        Home::of(&disk.datastore, spec.vm)?.check_room(spec.memory.saturating_sub(left))
+        let (vm, name) = (&spec.name, &disk.name);
+        let remedy = format!(
+            "free some room, or delete core dumps of the VM (vmseal dump list {vm}), or move disk '{name}', beside which they are written (vmseal vm move {vm} --disk {name} --datastore NAME)"
+        );
+        let needed = spec.memory.saturating_sub(left);
+        Home::of(&disk.datastore, spec.vm)?.check_room_or(needed, &remedy)
     }
 
     /// Begins to write it: what an attempt before has left is replaced.
@@ -351,6 +356,9 @@ mod tests {
         bench.spec.memory = u64::MAX;
         let refused = bench.file(dump).check_room(&bench.spec).unwrap_err();
         assert_eq!(refused.code, ErrorCode::NoSpace, "{refused}");
+        let DiskSpec { name, .. } = bench.spec.disk_at(0).unwrap();
+        let remedy = format!("vmseal vm move {} --disk {name} --datastore NAME", bench.spec.name);
+        assert!(refused.detail.contains(&remedy), "{refused}");
         // A task that is done again finds it.
         bench.write(dump, b"whole").check_room(&bench.spec).unwrap();
     }

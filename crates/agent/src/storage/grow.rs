@@ -130,7 +130,11 @@ impl Growth {
         let length = file.metadata().map_err(internal)?.len();
         let needed = opening::data_offset(facts).saturating_add(self.size);
         if is_preallocated(disk) && length < needed {
-            home.check_room(needed - length)?;
+            let (vm, name) = (&spec.name, &disk.name);
+            let remedy = format!(
+                "free some room, or move the disk first (vmseal vm move {vm} --disk {name} --datastore NAME)"
+            );
+            home.check_room_or(needed - length, &remedy)?;
         }
         Ok(Image { home, file, path, length, needed })
     }

@@ -685,6 +685,14 @@ impl Home {
     /// # Errors
     /// `no-space`.
     pub fn check_room(&self, needed: u64) -> Result<(), Problem> {
+        self.check_room_or(needed, "free some room or use another datastore")
+    }
+
+    /// The same for what has no choice of its datastore: `remedy` says what to do.
+    ///
+    /// # Errors
+    /// `no-space`.
+    pub fn check_room_or(&self, needed: u64, remedy: &str) -> Result<(), Problem> {
         let free = usage(self.datastore())?.free;
         if needed <= free {
             return Ok(());
@@ -692,7 +700,7 @@ impl Home {
         Err(Problem::new(
             ErrorCode::NoSpace,
             format!(
-                "{} are needed in {} and {} are free: free some room or use another datastore",
+                "{} are needed in {} and {} are free: {remedy}",
                 Size(needed),
                 self.datastore().display(),
                 Size(free)

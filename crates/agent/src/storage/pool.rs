@@ -439,6 +439,7 @@ pub(crate) mod tests {
     use vmseal_api::redundancy::Layout;
 
     use super::*;
+    use crate::skipped::starts_by_systemd;
 
     /// A pool of Ceph with nothing behind it.
     pub(crate) fn pool() -> RbdPool {
@@ -551,7 +552,7 @@ pub(crate) mod tests {
         let missing = start(&pool(), None);
         assert!(missing.detail.contains("install vmseal-rbd"), "{missing}");
         write_script(&program, "#!/bin/sh\necho no monitor answers >&2\nexit 1\n");
-        if Path::new("/run/systemd/system").is_dir() {
+        if starts_by_systemd() {
             return;
         }
         for _ in 0..2 {

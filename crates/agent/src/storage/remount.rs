@@ -306,11 +306,12 @@ pub(crate) mod tests {
     use vmseal_secret::sealed_box;
 
     use super::*;
+    use crate::skipped::{skipped, starts_by_systemd};
     use crate::storage::pool::tests::{pool, write_script};
 
     #[test]
     fn a_key_that_the_cluster_refuses_is_found_out_without_mounting() {
-        if Path::new("/run/systemd/system").is_dir() {
+        if starts_by_systemd() {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -344,7 +345,7 @@ pub(crate) mod tests {
 
     #[test]
     fn another_way_is_tried_with_the_cluster_that_it_must_be_and_what_hangs_is_not_looked_at() {
-        if Path::new("/run/systemd/system").is_dir() {
+        if starts_by_systemd() {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -379,7 +380,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_remount_that_would_not_be_done_in_time_ends_nothing() {
-        if Path::new("/run/systemd/system").is_dir() {
+        if starts_by_systemd() {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -414,8 +415,16 @@ pub(crate) mod tests {
     }
 
     impl Hung {
-        /// None where this user may not mount, or the kernel has no FUSE.
+        /// None where this user may not mount, or the kernel has no FUSE: the test which runs is skipped.
         pub(crate) fn new() -> Option<Self> {
+            let hung = Self::mounted();
+            if hung.is_none() {
+                skipped("it takes root, and FUSE");
+            }
+            hung
+        }
+
+        fn mounted() -> Option<Self> {
             let directory = tempfile::tempdir().unwrap();
             let mut hung = Self { fuse: None, directory };
             let place = hung.place();
@@ -444,13 +453,10 @@ pub(crate) mod tests {
 
     #[test]
     fn a_mount_that_hangs_is_named_and_does_not_keep_others_waiting() {
-        if Path::new("/run/systemd/system").is_dir() {
+        if starts_by_systemd() {
             return;
         }
-        let Some(hung) = Hung::new() else {
-            eprintln!("skipped: this takes root, and FUSE");
-            return;
-        };
+        let Some(hung) = Hung::new() else { return };
         let (place, run_dir) = (hung.place(), hung.directory.path().join("run"));
         let program = hung.directory.path().join(PROGRAM_NAME);
         // The cluster takes the key.

@@ -24,7 +24,7 @@ use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
 use super::internal;
-use super::lacking::{READY_BYTES, ready_bytes};
+use super::lacking::{Nearing, READY_BYTES};
 use super::migration::{Link, lost, unexpected};
 use super::mirroring::copy_whole;
 use super::standstill::StandStill;
@@ -53,8 +53,8 @@ pub struct DepartingDisks {
     control: Control,
     /// Those that the guest writes.
     written: Vec<DiskId>,
-    /// How much their copies may lack before the memory is sent, in bytes.
-    ready: u64,
+    /// The sizes of these, in bytes.
+    sizes: Vec<u64>,
     /// Those that are copied when it stands still.
     still: Vec<Whole>,
     bridges: Vec<Bridge>,
@@ -129,8 +129,7 @@ impl DepartingDisks {
         for disk in whole {
             disk.copy().await?;
         }
-        let (control, ready) = (what.control.clone(), ready_bytes(sizes));
-        Ok(Self { control, written: ids, ready, still, bridges })
+        Ok(Self { control: what.control.clone(), written: ids, sizes, still, bridges })
     }
 
     /// Whether some are copied when the guest stands still.
@@ -169,10 +168,11 @@ impl DepartingDisks {
     /// The filter's.
     pub async fn until_small(&self, tell: impl Fn(MigrationProgress)) -> Result<(), Problem> {
         let looks = Pace::up_to(PROGRESS_INTERVAL);
+        let mut nearing = Nearing::of(self.sizes.iter().copied());
         loop {
             let (lacking, copied) = self.lacking().await?;
             tell(MigrationProgress { remaining: lacking, sent: copied, ..Default::default() });
-            if lacking <= self.ready {
+            if nearing.is_ready(lacking) {
                 return Ok(());
             }
             looks.pause().await;

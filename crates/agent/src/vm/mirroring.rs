@@ -17,7 +17,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
 use super::internal;
-use super::lacking::{self, Sizes, dirty, ready_bytes};
+use super::lacking::{self, Nearing, Sizes, dirty};
 use super::report::{Progress, Report};
 use super::service::FILTER_RESTART_TIMEOUT;
 use crate::filter::pace::Pace;
@@ -244,13 +244,14 @@ impl Copier {
 
     async fn until_ready(&self, show: &Progress) -> Result<(), Problem> {
         let pace = Pace::up_to(PROGRESS_INTERVAL);
+        let mut nearing = Nearing::of(self.sizes.get(&self.disk).copied());
         loop {
             let status = self.status().await?;
             let Some(disk) = status.disks.first() else { return Ok(()) };
             if let Some(error) = trouble(disk) {
                 return Err(error);
             }
-            if tell(disk, self.sizes.get(&disk.disk).copied().unwrap_or(0), show) {
+            if tell(disk, &mut nearing, show) {
                 return Ok(());
             }
             pace.pause().await;
@@ -337,11 +338,11 @@ impl From<FilterError> for NotTurned {
     }
 }
 
-/// Tells how far the copy of a disk of `size` bytes is; returns whether it is as good as complete.
-fn tell(disk: &DiskStatus, size: u64, show: &Progress) -> bool {
+/// Tells how far the copy of a disk is; returns whether it is as good as complete.
+fn tell(disk: &DiskStatus, nearing: &mut Nearing, show: &Progress) -> bool {
     let dirty = dirty(disk);
     show.progress(Report::Lacking(dirty));
-    dirty <= ready_bytes([size])
+    nearing.is_ready(dirty)
 }
 
 /// The error that keeps a disk from being copied: nobody waits for a copy that fails without a guest.
@@ -362,7 +363,7 @@ pub async fn follow(
     show: &Progress,
 ) -> Result<(), Problem> {
     let mut without: Option<Instant> = None;
-    let mut well = Instant::now();
+    let (mut well, mut nearing) = (Instant::now(), Nearing::of([size]));
     let looks = Pace::up_to(PROGRESS_INTERVAL);
     loop {
         // A filter that does not answer is replaced.
@@ -376,11 +377,11 @@ pub async fn follow(
             match known.filter(|known| known.mirror.is_some()) {
                 // It may be far from complete when it goes on. Nor is an error about what is not tried.
                 Some(known) if pace.paused => {
-                    tell(known, size, show);
+                    show.progress(Report::Lacking(dirty(known)));
                     (without, well) = (None, Instant::now());
                 }
                 // A small disk is as good as complete before anything of it has been copied.
-                Some(known) => match (trouble(known), tell(known, size, show)) {
+                Some(known) => match (trouble(known), tell(known, &mut nearing, show)) {
                     (Some(problem), _) if well.elapsed() > TROUBLE_MAX => return Err(problem),
                     (Some(_), _) => without = None,
                     (None, true) => return Ok(()),

@@ -33,6 +33,14 @@ pub fn pivot_bytes(chunk: u64) -> u64 {
     PIVOT_BYTES_MAX.max(chunk.saturating_mul(PIVOT_CHUNKS_MIN))
 }
 
+/// How much such a copy may lack at the end of a pass until its filter slows the guest no further, in bytes: half of what a pivot
+/// may take, as the guest may change as much again until the next pass ends. The agent has to be content with what a pivot may
+/// take: a filter need not come closer.
+#[must_use]
+pub fn slowed_bytes(chunk: u64) -> u64 {
+    pivot_bytes(chunk) / 2
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,6 +57,7 @@ mod tests {
             (DISK_SIZE_MAX, 256 << 20, 1 << 30),
         ] {
             assert_eq!((copy_chunk(size), pivot_bytes(copy_chunk(size))), (chunk, pivot), "{size}");
+            assert!(slowed_bytes(chunk) >= 2 * chunk, "{size}: a guest changes one at any time");
         }
         assert!(u64::MAX.div_ceil(copy_chunk(u64::MAX)) <= COPY_CHUNKS_MAX);
     }

@@ -9,6 +9,7 @@ use vmseal_api::request::AddBitmap;
 
 use super::caller::{Caller, Privilege};
 use super::disks::find;
+use super::unnoted::unnoted;
 use super::vms::require_ready;
 use super::{Outcome, Services};
 use crate::store::disks::Disk;
@@ -112,12 +113,21 @@ async fn change(
     require_ready(&vm)?;
     let agent = services.hosts.connected(vm.host)?;
     let bitmaps = agent.change_bitmap(vm.id, disk.id, name.to_owned(), change).await?;
-    let mut write = services.store.write().await?;
     let detail = format!("bitmap '{name}' of disk '{}'", disk.name);
-    write
-        .event(NewEvent { kind: done, actor: caller.name(), target: &vm.name, detail: &detail })
-        .await?;
-    write.commit().await?;
+    let noted = async {
+        let mut write = services.store.write().await?;
+        let (actor, target) = (caller.name(), vm.name.as_str());
+        write.event(NewEvent { kind: done, actor, target, detail: &detail }).await?;
+        Ok::<_, Problem>(write.commit().await?)
+    };
+    noted.await.map_err(|problem| {
+        let was = match change {
+            BitmapChange::Start => "started",
+            BitmapChange::Clear => "cleared",
+            BitmapChange::Remove => "removed",
+        };
+        unnoted(&format!("{detail} of VM '{}' was {was}", vm.name), problem)
+    })?;
     Ok(Outcome::Done(bitmaps.into_iter().find(|bitmap| bitmap.name == name)))
 }
 

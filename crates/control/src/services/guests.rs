@@ -7,6 +7,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::RebootVm;
 
 use super::caller::{Caller, Privilege};
+use super::unnoted::unnoted;
 use super::vms::{begin, check_key, find, power, require_ready, shutdown_time, word};
 use super::{Outcome, Services};
 use crate::operation::Operation;
@@ -45,11 +46,13 @@ pub async fn control(
     let (vm, _) = find(services, name).await?;
     require_ready(&vm)?;
     let agent = services.hosts.connected(vm.host)?;
-    let (kind, event, step) = match what {
-        GuestControl::Pause => ("vm.pause", "vm.paused", "pause the guest"),
-        GuestControl::Unpause => ("vm.unpause", "vm.unpaused", "let the guest go on"),
-        GuestControl::Reset => ("vm.reset", "vm.reset", "reset the guest"),
-        GuestControl::Wakeup => ("vm.wakeup", "vm.woken", "wake the guest from ACPI S3"),
+    let (kind, event, step, done) = match what {
+        GuestControl::Pause => ("vm.pause", "vm.paused", "pause the guest", "paused"),
+        GuestControl::Unpause => ("vm.unpause", "vm.unpaused", "let the guest go on", "unpaused"),
+        GuestControl::Reset => ("vm.reset", "vm.reset", "reset the guest", "reset"),
+        GuestControl::Wakeup => {
+            ("vm.wakeup", "vm.woken", "wake the guest from ACPI S3", "woken from ACPI S3")
+        }
     };
     let wakes = what == GuestControl::Wakeup;
     let (feature, cannot) = match wakes {
@@ -66,13 +69,18 @@ pub async fn control(
         return Ok(Outcome::planned(kind, &vm.name, step.to_owned()));
     }
     agent.control_guest(vm.id, what).await?;
-    let mut write = services.store.write().await?;
-    let (actor, target) = (caller.name(), vm.name.as_str());
-    write.event(NewEvent { kind: event, actor, target, detail: "" }).await?;
-    write.commit().await?;
-    let state = agent.state_now().await?;
-    services.hosts.until_shown(vm.host, &state).await;
-    super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
+    let noted = async {
+        let mut write = services.store.write().await?;
+        let (actor, target) = (caller.name(), vm.name.as_str());
+        write.event(NewEvent { kind: event, actor, target, detail: "" }).await?;
+        write.commit().await?;
+        let state = agent.state_now().await?;
+        services.hosts.until_shown(vm.host, &state).await;
+        super::vms::show(services, caller, &vm.id.to_string()).await
+    };
+    let shown = noted.await;
+    let of_guest = |problem| unnoted(&format!("the guest of VM '{}' was {done}", vm.name), problem);
+    shown.map(Outcome::Done).map_err(of_guest)
 }
 
 /// Refuses to wake a guest that is awake, as far as its host has said. Only for a plan: the host asks QEMU.

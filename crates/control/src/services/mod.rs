@@ -78,6 +78,7 @@ mod stated_osds;
 pub mod suspend;
 pub mod tasks;
 mod temporary_snapshot;
+mod unnoted;
 pub mod usage;
 pub mod users;
 pub mod vm_devices;

@@ -17,6 +17,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::caller::{Caller, Privilege};
 use super::datastores::{find, shown};
+use super::unnoted::unnoted;
 use super::{Outcome, Services};
 use crate::hosts::pool_keys;
 use crate::operation::{Claim, Placed};
@@ -67,11 +68,28 @@ pub async fn remount(
     let mounted_key = agent.remount_datastore(remount).await.map_err(here)?;
     // It is mounted anew whether this is answered or not, and is asked about again soon.
     let mount = timeout(ANSWERED, mounted(&*agent, &spec)).await;
+    let mount = mount.as_ref().ok().map(Option::as_ref);
+    let noted = note(services, caller, (&datastore, on), mounted_key.as_deref(), mount).await;
+    let now = noted.map_err(|problem| {
+        let done =
+            format!("datastore '{}' was mounted anew on host '{}'", datastore.name, on.host_name);
+        unnoted(&done, problem)
+    })?;
+    Ok(Outcome::Done(shown(now)))
+}
+
+/// Records that a host has mounted a pool anew, with this key, and how where it has said that; returns the datastore as it is now.
+async fn note(
+    services: &Services,
+    caller: &Caller,
+    (datastore, on): (&datastores::Datastore, &OnHost),
+    key: Option<&str>,
+    mount: Option<Option<&MountFacts>>,
+) -> Result<datastores::Datastore, Problem> {
     let mut write = services.store.write().await?;
-    let key = mounted_key.as_deref();
     datastores::set_mounted_key(&mut write, datastore.id, on.host, key).await?;
-    if let Ok(mount) = mount {
-        datastores::set_mount(&mut write, datastore.id, on.host, mount.as_ref()).await?;
+    if let Some(mount) = mount {
+        datastores::set_mount(&mut write, datastore.id, on.host, mount).await?;
     }
     let (kind, target) = ("datastore.remounted", datastore.name.as_str());
     let with = key.map_or_else(String::new, |key| format!(", with key {key}"));
@@ -80,7 +98,7 @@ pub async fn remount(
     let now = datastores::find(&mut write, &datastore.id.to_string()).await?;
     let now = now.ok_or_else(|| Problem::not_found("datastore", target))?;
     write.commit().await?;
-    Ok(Outcome::Done(shown(now)))
+    Ok(now)
 }
 
 /// How a host that has just mounted a pool has mounted it. Where the host is asked for the same by others it is asked again: they may have waited

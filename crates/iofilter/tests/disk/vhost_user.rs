@@ -539,8 +539,9 @@ impl Drop for Small {
 #[test]
 fn a_full_datastore_is_an_io_error_and_a_mark_and_the_disk_goes_on() {
     if !nix::unistd::geteuid().is_root() {
-        eprintln!("skipped: mounting a small file system needs root");
-        return;
+        // Not by a macro, whose output the harness hides when a test passes.
+        let message = b"skipped: mounting a small file system needs root\n";
+        return std::io::Write::write_all(&mut std::io::stderr(), message).unwrap();
     }
     let small = Small::mount();
     let mut options = File::options();

@@ -345,12 +345,13 @@ mod tests {
     use nix::sched::{CloneFlags, unshare};
 
     use super::*;
+    use crate::skipped::skipped;
 
     /// In a network of its own, where there is the right to make one.
     fn in_a_network(test: impl FnOnce() + Send + 'static) {
         let thread = std::thread::spawn(|| match unshare(CloneFlags::CLONE_NEWNET) {
             Ok(()) => test(),
-            Err(error) => eprintln!("skipped: no network namespace: {error}"),
+            Err(error) => skipped(format_args!("no network namespace: {error}")),
         });
         thread.join().unwrap();
     }

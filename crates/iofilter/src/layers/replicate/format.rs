@@ -11,7 +11,7 @@
 //! all zeroes: the disk may have pivoted, and then its former place is out of date.
 
 use crc::{CRC_64_XZ, Crc, Table};
-use vmseal_api::filter::{COPY_CHUNKS_MAX, copy_chunk, pivot_bytes};
+use vmseal_api::filter::{COPY_CHUNKS_MAX, copy_chunk, pivot_bytes, slowed_bytes};
 use vmseal_api::id::DiskId;
 
 use crate::layers::replicate::chunks::{NEVER, Span};
@@ -114,6 +114,12 @@ impl Geometry {
     #[must_use]
     pub fn pivot_chunks(&self) -> u64 {
         pivot_bytes(self.chunk()) >> self.shift
+    }
+
+    /// The most chunks that a copy may lack at the end of a pass until its guest is slowed no further ([`slowed_bytes`]).
+    #[must_use]
+    pub fn slowed_chunks(&self) -> u64 {
+        slowed_bytes(self.chunk()) >> self.shift
     }
 
     /// A chunk's length in bytes.
@@ -391,6 +397,8 @@ mod tests {
         assert_eq!((chunk((256 << 30) + 4096), chunk(64 << 40)), (2 << 20, 256 << 20));
         let pivot = |size| Geometry::new(disk(1), size).pivot_chunks();
         assert_eq!((pivot(4096), pivot(1 << 40), pivot(5 << 40), pivot(64 << 40)), (64, 16, 4, 4));
+        let slowed = |size| Geometry::new(disk(1), size).slowed_chunks();
+        assert_eq!((slowed(4096), slowed(1 << 40), slowed(5 << 40)), (32, 8, 2));
         let largest = Geometry::new(disk(1), i64::MAX as u64 / 2);
         assert!(largest.map_bytes() <= 34 * 1024, "{}", largest.map_bytes());
         let geometry = Geometry::new(disk(1), (3 << 20) + 4096);

@@ -27,13 +27,13 @@ impl Default for MarkPause {
 }
 
 impl MarkPause {
-    /// A pass has ended, and this many chunks are marked again; a disk with `goal` or fewer can pivot.
-    pub(super) fn adjust(&self, marked: u64, goal: u64) {
+    /// A pass has ended, and this many chunks are marked again; with `most` or fewer the guest is slowed no further.
+    pub(super) fn adjust(&self, marked: u64, most: u64) {
         let before = self.before.swap(marked, Ordering::Relaxed);
         let pause = self.pause.load(Ordering::Relaxed);
-        let next = if marked <= goal / 4 {
+        let next = if marked <= most / 2 {
             if pause > FIRST { pause / 2 } else { 0 }
-        } else if marked > goal && marked > before / 2 {
+        } else if marked > most && marked > before / 2 {
             (pause * 2).clamp(FIRST, LONGEST)
         } else {
             pause
@@ -59,9 +59,9 @@ mod tests {
 
     #[test]
     fn a_guest_is_slowed_while_passes_do_not_halve_the_rest_and_let_go_when_little_is_left() {
-        let (pause, goal) = (MarkPause::default(), 64);
+        let (pause, most) = (MarkPause::default(), 32);
         let after = |marked| {
-            pause.adjust(marked, goal);
+            pause.adjust(marked, most);
             pause.pause().as_micros() as u64
         };
         assert_eq!(after(1000), 0, "the first pass tells nothing");
@@ -76,10 +76,16 @@ mod tests {
         pause.end();
         assert_eq!(pause.pause(), Duration::ZERO, "nothing is copied");
         assert_eq!((after(150), after(150)), (0, FIRST), "the next passes tell anew");
+        assert_eq!(
+            (after(33), after(33)),
+            (FIRST, FIRST * 2),
+            "more may be left than a pivot takes"
+        );
+        assert_eq!((after(32), after(17)), (FIRST * 2, FIRST * 2), "it can pivot");
         for _ in 0..20 {
             after(150);
         }
-        assert_eq!(after(40), LONGEST, "it can pivot");
+        assert_eq!(after(32), LONGEST);
         assert_eq!(after(16), LONGEST / 2);
         for _ in 0..10 {
             after(0);

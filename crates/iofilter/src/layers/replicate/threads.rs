@@ -131,7 +131,7 @@ fn copy(shared: &ReplicaState, copier: &mut Copier) {
     let mut begun = Instant::now();
     let mirror = shared.geometry.purpose() == Purpose::Mirror;
     let pass_every = if mirror { MIRROR_PASS_EVERY } else { PASS_EVERY };
-    let goal = shared.geometry.pivot_chunks();
+    let most = shared.geometry.slowed_chunks();
     while is_dirty(shared) {
         let pause = match copier.batch() {
             Ok(Batch::More) => Duration::ZERO,
@@ -141,7 +141,7 @@ fn copy(shared: &ReplicaState, copier: &mut Copier) {
                     wait = RETRY_FIRST;
                 }
                 if mirror && well {
-                    shared.mark_pause.adjust(shared.chunks.marked(), goal);
+                    shared.mark_pause.adjust(shared.chunks.marked(), most);
                 }
                 let rest = pass_every.saturating_sub(begun.elapsed());
                 (begun, well) = (Instant::now() + rest, true);
