@@ -81,6 +81,7 @@ mod temporary_snapshot;
 pub mod usage;
 pub mod users;
 pub mod vm_devices;
+mod vm_key;
 pub mod vm_tpm;
 mod vm_values;
 pub mod vms;
