@@ -110,7 +110,9 @@ fn a_guest_that_sleeps_is_woken_and_neither_paused_nor_saved_and_boots_when_it_i
     let planned = here.vmseal(&["vm", "wakeup", VM, "--dry-run"]).unwrap();
     assert!(planned.contains("wake the guest"), "{planned}");
     assert_eq!(here.vm(VM).unwrap()["suspended_to_ram"], true, "by a dry run");
-    here.vmseal(&["vm", "wakeup", VM]).unwrap();
+    // Once, though it is named by its id as well.
+    let id = here.vm(VM).unwrap()["id"].as_str().unwrap().to_owned();
+    here.vmseal(&["vm", "wakeup", VM, &id]).unwrap();
     is_awake(&here);
     // It has set no place to wake at, and the firmware has it boot.
     let counts = |console: &mut Console, more: u32| {

@@ -83,8 +83,9 @@ fn the_disks_of_a_vm_move_while_it_runs_and_while_it_is_off() {
     );
     is_on(&here, "local", true);
     count(&mut console);
-    // Once, though it is named twice.
-    here.vmseal(&["vm", "move", VM, VM, "--datastore", "second"]).unwrap();
+    // Once, though it is named twice, and by its id.
+    let id = here.vm(VM).unwrap()["id"].as_str().unwrap().to_owned();
+    here.vmseal(&["vm", "move", VM, VM, &id, "--datastore", "second"]).unwrap();
     stop_counting(&mut console);
     read_marker(&mut console);
     is_on(&here, "second", true);

@@ -353,6 +353,18 @@ fn what_the_tpm_of_a_libvirt_domain_keeps_comes_with_it() {
     here.vmseal(&[&import[..], &["--reset-tpm"]].concat()).unwrap();
     assert!(has_forgotten(&mut start(&here, "web")));
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+
+    // It comes with images alone as well, for a VM that is given a TPM.
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    let disk =
+        format!("datastore=local,format=raw,image={}", shell_guest::image().unwrap().display());
+    let import = ["vm", "import", "web", "--policy", "encrypted", "--memory", "192MiB", "--disk"];
+    let import = [&import[..], &[disk.as_str(), "--tpm-state", text(&file).unwrap()]].concat();
+    let message = here.refused(&import).unwrap();
+    assert!(message.contains("--tpm-state: is for a VM with a TPM"), "{message}");
+    here.vmseal(&[&import[..], &["--tpm", "--nic", "user"]].concat()).unwrap();
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
 }
 
 /// The directories of TPMs on the datastore.

@@ -368,6 +368,7 @@ mod tests {
             "vmseal vm import --libvirt f --policy p --datastore d --tpm-state /f",
             "--tpm-state",
         ),
+        ("tpm_state", "vmseal vm import web --policy p --disk d --tpm-state /f", "--tpm-state"),
         (
             "uefi_variables",
             "vmseal vm import --libvirt f --policy p --datastore d --nvram /f",

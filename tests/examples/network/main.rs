@@ -10,6 +10,7 @@ mod loads;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
+use clap::Parser;
 use guests::{ByHand, Guest, Network, sealed};
 use loads::{Load, Sample, booted};
 use vmseal_lab::experiment::{Cell, Outcome};
@@ -52,6 +53,10 @@ fn network_goals() -> anyhow::Result<Vec<Goal>> {
     }
     Ok(found)
 }
+
+/// Measure the network of a guest of vmseal beside the same guest in QEMUs started by hand, and judge the goals of it; as root
+#[derive(Parser)]
+struct Line {}
 
 /// A sample, as the goals take it; a byte is a request where bytes are counted. What is not measured here is not a number, so
 /// that no goal can be met by it.
@@ -127,6 +132,7 @@ fn verdict(goal: &Goal, outcome: &Outcome) -> String {
 }
 
 fn main() -> anyhow::Result<()> {
+    let Line {} = Line::parse();
     let goals = network_goals()?;
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
     ensure!(own_namespace()?, "run it as root");

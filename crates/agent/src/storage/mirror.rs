@@ -278,7 +278,7 @@ impl NewMirror<'_> {
         let following = beside::following(&home, self.spec, disk.disk, self.forgets_key)?;
         let beside = if following.is_some() { beside::room(&home)? } else { 0 };
         let room = allocated + layers::room_of_all(&home, disk.disk, &layers) + beside;
-        let made = self.make(&target, room, !layers.is_empty());
+        let made = self.make(&target, room);
         // Before the note: from that on the filter of the guest may open the copy.
         pace::record(&home, disk.disk, self.pace);
         let noted = made.and_then(|copy| {
@@ -329,13 +329,8 @@ impl NewMirror<'_> {
         note::write(home, disk, &beside_image)
     }
 
-    /// The copy: it reads as zeroes. `has_layers` says that the disk has.
-    fn make(
-        &self,
-        home: &Home,
-        allocated: u64,
-        has_layers: bool,
-    ) -> Result<(FileIdentity, DiskFacts), Problem> {
+    /// The copy: it reads as zeroes.
+    fn make(&self, home: &Home, allocated: u64) -> Result<(FileIdentity, DiskFacts), Problem> {
         let Self { spec, disk, .. } = *self;
         let header = if self.wanted.encrypted { vmseal_luks::DATA_OFFSET } else { 0 };
         let length = header + disk.size;
@@ -344,7 +339,7 @@ impl NewMirror<'_> {
         let here = self.wanted.datastore.as_ref().unwrap_or(&disk.datastore);
         let mut file = home.open_or_make(spec, here, &path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
-        let ahead = taken_ahead(&here.location, has_layers, header, length);
+        let ahead = taken_ahead(&here.location, header, length);
         if is_preallocated(disk) && ahead > 0 {
             home.allocate(disk.disk, &file, 0..ahead)?;
         }
@@ -375,11 +370,11 @@ impl NewMirror<'_> {
 /// How much of the image of a preallocated copy, `length` bytes with its header, gets its room before it is copied. In a directory that is all
 /// of it, in a moment. A pool takes room by having zeroes written: that would take as long as the copy itself, while the VM's owner does
 /// nothing else, not even start another filter for a guest whose filter has died. A filter that copies all of a disk writes all of its copy,
-/// zeroes too. Where the disk has layers, its image is copied as it is sparse.
-fn taken_ahead(location: &DatastoreLocation, has_layers: bool, header: u64, length: u64) -> u64 {
+/// zeroes too. Where the disk has layers, its image is copied as it is sparse, and gets its room as the first part of the copying ([`tree::Room`]).
+fn taken_ahead(location: &DatastoreLocation, header: u64, length: u64) -> u64 {
     match location {
-        DatastoreLocation::Rbd { .. } if !has_layers => header,
-        DatastoreLocation::Rbd { .. } | DatastoreLocation::Dir { .. } => length,
+        DatastoreLocation::Rbd { .. } => header,
+        DatastoreLocation::Dir { .. } => length,
     }
 }
 

@@ -1,5 +1,6 @@
-//! Copying what nobody writes of a mirrored disk: the files beside it, memory and core dumps, which the agent seals anew; its image,
-//! and its layers but the active one, each by a filter that serves nobody, beside the guest's.
+//! Copying what nobody writes of a mirrored disk: the files beside it, memory and core dumps, which the agent seals anew; the room of its
+//! copy, where zeroes are written for it; its image, and its layers but the active one, each by a filter that serves nobody, beside the
+//! guest's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +49,8 @@ impl TreeCopying {
         tokio::pin!(asked);
         let beside = async {
             sleep(pause).await;
-            this.copy_beside(&show).await
+            this.copy_beside(&show).await?;
+            this.take_room(&show).await
         };
         tokio::pin!(beside);
         tokio::select! {
@@ -89,12 +91,30 @@ impl TreeCopying {
 
     /// Blocks.
     fn copy_file(&self, file: &FileBeside, show: &Progress) -> Result<(), Problem> {
-        let (size, place) = (self.disk.size, file.place()?);
-        let progress = |done: u64, total: u64| {
+        let progress = self.progress_at(file.place()?, show);
+        file.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.builder.gate, progress)
+    }
+
+    /// Shows how much is done of a file that has this place among all: bytes of it, and the total.
+    fn progress_at(&self, place: (usize, usize), show: &Progress) -> impl Fn(u64, u64) {
+        let size = self.disk.size;
+        move |done, total| {
             let part = u128::from(size) * u128::from(done) / u128::from(total.max(1));
             show.progress(in_all(place, u64::try_from(part).unwrap_or(size), size));
+        }
+    }
+
+    /// Takes the room of the copy where that is to be written.
+    async fn take_room(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
+        // A filter of an earlier attempt would write the image, too.
+        self.builder.directory.sweep().await.map_err(internal)?;
+        let (of, show) = (Arc::clone(self), Arc::clone(show));
+        let take = move || {
+            let Some(room) = tree::next_room(&of.spec, &of.disk)? else { return Ok(()) };
+            let progress = of.progress_at(room.place(), &show);
+            room.take(&of.builder.gate, progress)
         };
-        file.copy((&self.spec, &self.disk), self.kek.as_ref(), &self.builder.gate, progress)
+        spawn_blocking(take).await.map_err(internal)?
     }
 
     async fn copy_layers(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {

@@ -646,9 +646,10 @@ pub struct Import {
     /// Begin with new variables of the UEFI firmware; those of the libvirt domain, with its boot entries, are not taken
     #[arg(long, requires = "libvirt", conflicts_with = "nvram")]
     pub reset_nvram: bool,
-    /// The file with what the TPM keeps, in a transfer directory of the host: swtpm's tpm2-00.permall, not encrypted, or what
-    /// `swtpm_ioctl --save permanent` has written [default: that of the libvirt domain in /var/lib/libvirt/swtpm]
-    #[arg(long, value_name = "FILE", requires = "libvirt")]
+    /// The file with what the TPM (--tpm, or that of the libvirt domain) keeps, in a transfer directory of the host: swtpm's
+    /// tpm2-00.permall, not encrypted, or what `swtpm_ioctl --save permanent` has written [default: that of the libvirt domain in
+    /// /var/lib/libvirt/swtpm]
+    #[arg(long, value_name = "FILE")]
     pub tpm_state: Option<PathBuf>,
     /// Begin with an empty TPM; what the guest has sealed to that of the libvirt domain stays closed
     #[arg(long, requires = "libvirt", conflicts_with = "tpm_state")]

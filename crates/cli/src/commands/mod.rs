@@ -41,6 +41,7 @@ mod reconnect;
 mod remote;
 mod replica;
 mod server_backup;
+mod several;
 mod snapshot;
 mod ssh;
 mod task;

@@ -166,10 +166,7 @@ pub async fn begin_all(
     dry_run: &DryRun,
     wait: &Wait,
 ) -> anyhow::Result<()> {
-    // What is named twice is worked on once.
-    let first = |at: usize| !paths[..at].contains(&paths[at]);
-    let paths: Vec<_> = (0..paths.len()).filter(|at| first(*at)).map(|at| &paths[at]).collect();
-    for path in &paths {
+    for path in paths {
         let plan = server.try_post(path, request).await?;
         if dry_run.dry_run {
             plan::show(output, &plan)?;

@@ -11,6 +11,7 @@ use vmseal_api::request::{
     ResumeVm, SetVm, StartVm, StopVm,
 };
 
+use super::several::each_once;
 use super::{cdrom, console, evacuate, guest, import, launch, list, mirror, ssh, task, top, vnc};
 use crate::arguments::{self, DryRun, OnOff, Output, Wait};
 use crate::exit::{Ended, Exit};
@@ -59,7 +60,9 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
         arguments::Vm::Unpause { name, dry_run } => {
             control(server, output, &name, "unpause", &dry_run).await
         }
-        arguments::Vm::Wakeup { vms, dry_run } => wake(server, output, &vms, &dry_run).await,
+        arguments::Vm::Wakeup { vms, dry_run } => {
+            wake(server, output, &each_once(server, vms).await?, &dry_run).await
+        }
         arguments::Vm::Show(how) if how.libvirt => {
             show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
         }
@@ -168,14 +171,17 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Vm::Encrypt { vms, policy, provider, disks, in_place, rate, dry_run, wait } => {
+            let vms = each_once(server, vms).await?;
             let request = EncryptVm { policy, provider, rate: rate.rate, in_place, disks };
             mirror::encrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
         arguments::Vm::Decrypt { vms, policy, disks, yes, in_place, rate, dry_run, wait } => {
+            let vms = each_once(server, vms).await?;
             let request = DecryptVm { policy, rate: rate.rate, in_place, disks };
             mirror::decrypt(server, output, &vms, &request, yes, &dry_run, &wait).await
         }
         arguments::Vm::Move { vms, datastore, disks, rate, dry_run, wait } => {
+            let vms = each_once(server, vms).await?;
             let request = MoveVm { datastore, disks, rate: rate.rate };
             mirror::move_disks(server, output, &vms, &request, &dry_run, &wait).await
         }
@@ -214,6 +220,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             evacuate::vm(server, output, &name, &request, yes, &dry_run, &wait).await
         }
         arguments::Vm::Recrypt { vms, provider, deep, in_place, disks, rate, dry_run, wait } => {
+            let vms = each_once(server, vms).await?;
             let request = RecryptVm { provider, deep, rate, in_place, disks };
             mirror::recrypt(server, output, &vms, &request, &dry_run, &wait).await
         }
@@ -278,12 +285,7 @@ async fn wake(
     if let [vm] = vms {
         return control(server, output, vm, "wakeup", dry_run).await;
     }
-    // What is named twice is woken once.
-    let first = |at: usize| !vms[..at].contains(&vms[at]);
-    let paths: Vec<_> = (0..vms.len())
-        .filter(|at| first(*at))
-        .map(|at| format!("vms/{}/wakeup", vms[at]))
-        .collect();
+    let paths: Vec<_> = vms.iter().map(|vm| format!("vms/{vm}/wakeup")).collect();
     for path in &paths {
         let plan = server.try_post(path, &Value::Null).await?;
         if dry_run.dry_run {

@@ -23,13 +23,15 @@ use self::reader::{Reader, read_by};
 use super::caller::{Caller, Privilege};
 use super::create_vm::check_cpu_model;
 use super::snapshots::{OF_REPLICATED, keepable, require_power};
+use super::vm_key::require_available;
 use super::vms::{
-    begin, begin_named, begin_paced, check_key, find, find_ready, new_name, power,
-    require_no_template, require_ready, word,
+    begin, begin_named, begin_paced, find, find_ready, new_name, power, require_no_template,
+    require_ready, word,
 };
 use super::{
     Outcome, PageRequest, Services, features, image_layouts, redundancy, temporary_snapshot,
 };
+use crate::hosts::keys::Purpose as KeyPurpose;
 use crate::hosts::mounted;
 use crate::hosts::osds;
 use crate::operation::{Definition, Operation};
@@ -196,7 +198,7 @@ pub async fn create(
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     features::require(services, &vm, BACKUP, "back VMs up")?;
     let suspended = is_suspended(services, &vm).await?;
-    check_key(services, &vm)?;
+    require_available(services, &vm, KeyPurpose::Open).await?;
     let pace = super::tasks::work_pace(services, &vm, request.rate)?;
     if let Some(directory) = &request.directory {
         check_directory(services, &vm, directory).await?;

@@ -11,8 +11,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DecryptDump, TakeDump};
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, check_key, find, find_ready, new_name, power, word};
+use super::vm_key::require_available;
+use super::vms::{begin, find, find_ready, new_name, power, word};
 use super::{Outcome, PageRequest, Services};
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::disks::Disk;
 use crate::store::dumps::{self, Dump};
@@ -105,7 +107,7 @@ pub async fn take(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    check_key(services, &vm)?;
+    require_available(services, &vm, Purpose::Open).await?;
     if let Some(to) = &request.decrypt_to {
         examine(services, &vm, &disks, to, None).await?;
     }

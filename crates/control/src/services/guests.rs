@@ -8,8 +8,10 @@ use vmseal_api::request::RebootVm;
 
 use super::caller::{Caller, Privilege};
 use super::unnoted::unnoted;
-use super::vms::{begin, check_key, find, power, require_ready, shutdown_time, word};
+use super::vm_key::require_available;
+use super::vms::{begin, find, power, require_ready, shutdown_time, word};
 use super::{Outcome, Services};
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::vms;
@@ -28,7 +30,7 @@ pub async fn reboot(
     require_ready(&vm)?;
     require_running(services, &vm, false).await?;
     // A guest that shuts down and cannot be started again helps nobody.
-    check_key(services, &vm)?;
+    require_available(services, &vm, Purpose::Encrypt).await?;
     let write = services.store.write().await?;
     let operation = Operation::RebootVm { vm: vm.id, timeout_seconds };
     begin(services, write, operation, &vm, caller, dry_run).await

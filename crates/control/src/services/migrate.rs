@@ -30,7 +30,8 @@ pub(super) use self::copies::sizes;
 pub(super) use self::key::{fault_of_start, require_key_or_wait};
 pub(super) use self::medium::require_medium_kept;
 use super::caller::{Caller, Privilege};
-use super::vms::{begin_paced, check_key, find, power, require_ready, word};
+use super::vm_key::require_held;
+use super::vms::{begin_paced, find, power, require_ready, word};
 use super::{Outcome, Services, features, hosts, image_layouts};
 use crate::hosts::keys::Purpose;
 use crate::hosts::{definition_with, is_silence, mounted};
@@ -267,7 +268,7 @@ pub(super) async fn free_memory(
 /// Refuses a VM whose host cannot send it now.
 pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Problem> {
     features::require(services, vm, MIGRATE, "send running VMs to other hosts")?;
-    check_key(services, vm)?;
+    require_held(services, vm)?;
     if must_be_encrypted(vm) {
         features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
     }

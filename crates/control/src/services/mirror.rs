@@ -18,7 +18,8 @@ use self::single_disks::{copied_as_it_is, kept_policy, require_of_guest};
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
 use super::set_policy::{Need, needs};
-use super::vms::{check_key, find, plan, power, require_ready, word};
+use super::vm_key::require_available;
+use super::vms::{find, plan, power, require_ready, word};
 use super::{Outcome, Services, features, image_layouts, redundancy, room};
 use crate::hosts::mounted;
 use crate::hosts::osds;
@@ -577,7 +578,7 @@ async fn examine(
     let asks = vm.key.is_some() || wanted.place.is_some();
     if asks && !copied.is_empty() {
         if dry_run && vm.key.is_some() {
-            check_key(services, vm)?;
+            require_available(services, vm, mirror_vm::purpose(operation)).await?;
         }
         let ids: Vec<_> = copied.iter().map(|disk| disk.id).collect();
         let agent = services.hosts.connected(vm.host)?;

@@ -82,6 +82,7 @@ mod unnoted;
 pub mod usage;
 pub mod users;
 pub mod vm_devices;
+mod vm_key;
 pub mod vm_tpm;
 mod vm_values;
 pub mod vms;

@@ -9,8 +9,10 @@ use vmseal_api::request::RecryptVm;
 use super::caller::{Caller, Privilege};
 use super::features;
 use super::providers::usable;
-use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::vm_key::require_available;
+use super::vms::{begin, find, power, require_ready, word};
 use super::{Outcome, Services};
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::{providers, vms};
 
@@ -70,9 +72,10 @@ pub async fn recrypt(
         ..Problem::not_found("provider", &wanted)
     })?;
     let provider = usable(services, provider)?.id;
-    if dry_run {
-        check_key(services, &vm)?;
-    }
     let operation = Operation::RecryptVm { vm: vm.id, old, provider };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    if dry_run {
+        require_available(services, &vm, Purpose::Open).await?;
+    }
+    Ok(begun)
 }

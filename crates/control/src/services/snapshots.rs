@@ -12,11 +12,13 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{DESCRIPTION_MAX, RevertSnapshot, TakeSnapshot};
 
 use super::caller::{Caller, Privilege};
+use super::vm_key::require_available;
 use super::vms::{
-    begin, check_key, find, find_ready, new_name, power, require_active_host, require_no_clones,
+    begin, find, find_ready, new_name, power, require_active_host, require_no_clones,
     require_no_template, word,
 };
 use super::{Outcome, PageRequest, Services, features, saved_memory};
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::Write;
 use crate::store::disks::Disk;
@@ -225,7 +227,7 @@ async fn may_be_reverted(
         let fine = [Power::Off, Power::Running, Power::Paused, Power::Suspended];
         let now = require_power(services, vm, &fine, remedy).await?;
         // Its power is not cut where it could not start again.
-        check_key(services, vm)?;
+        require_available(services, vm, Purpose::Encrypt).await?;
         require_active_host(services, vm).await?;
         now
     } else {

@@ -7,8 +7,10 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::ResumeVm;
 
 use super::caller::{Caller, Privilege};
-use super::vms::{begin, check_key, find, power, require_ready, word};
+use super::vm_key::{require_available, require_held};
+use super::vms::{begin, find, power, require_ready, word};
 use super::{Outcome, Services, examine_change, features, saved_memory};
+use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
 use crate::store::{memory_generations, vms};
@@ -40,7 +42,7 @@ pub async fn suspend(
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    check_key(services, &vm)?;
+    require_held(services, &vm)?;
     let mut write = services.store.write().await?;
     // A start that is due because its host has rebooted would undo it.
     vms::set_start_done(&mut write, vm.id).await?;
@@ -68,7 +70,7 @@ pub async fn resume(
         let detail = format!("VM '{}' is {}, not suspended{remedy}", vm.name, word(now));
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    check_key(services, &vm)?;
+    require_available(services, &vm, Purpose::Encrypt).await?;
     let ResumeVm { accept_memory } = request;
     let generation = match accept_memory {
         true => None,

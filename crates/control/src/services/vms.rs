@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use sqlx::{Connection as _, SqliteConnection};
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::version::STALLS;
-use vmseal_api::host::{ConsoleStream, DiskSettings, KeyState, NicSpec, Power, VmChange, VmState};
+use vmseal_api::host::{ConsoleStream, DiskSettings, NicSpec, Power, VmChange, VmState};
 use vmseal_api::id::{HostId, PolicyId, VmId, check_name};
 use vmseal_api::model::{
     self, Disk, DiskAttachment, Lifecycle, LinkedTo, Page, Plan, Replication, Vm,
@@ -16,9 +16,11 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::{StartVm, StopVm};
 
 use super::caller::{Caller, Privilege};
+use super::vm_key::require_available;
 use super::{
     Outcome, PageRequest, Services, examine_change, features, image_layouts, page_of, room,
 };
+use crate::hosts::keys::Purpose;
 use crate::hosts::osds;
 use crate::hosts::{may_fence, mounted};
 use crate::operation::Operation;
@@ -418,7 +420,7 @@ pub async fn start(
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
     if dry_run {
-        check_key(services, &vm)?;
+        require_available(services, &vm, Purpose::Encrypt).await?;
         super::hardware::examine(services, vm.host, &vm.host_name, &vm.hardware, None).await?;
         super::nics::examine(&*services.hosts.connected(vm.host)?, vm.id, &nics).await?;
         require_places(services, &vm, &disks).await?;
@@ -479,17 +481,6 @@ async fn require_former_kept_away(
 pub(super) async fn require_active_host(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
     let found = hosts::find(&mut *services.store.read().await?, &vm.host.to_string()).await?;
     found.map_or(Ok(()), |host| host.require_active())
-}
-
-/// Refuses a start if the monitor could not deliver the key: the start would most likely fail too.
-pub(super) fn check_key(services: &Services, vm: &vms::Vm) -> Result<(), Problem> {
-    let missing =
-        services.hosts.view(vm.host).vm(vm.id).is_some_and(|seen| seen.key == KeyState::Missing);
-    if !missing {
-        return Ok(());
-    }
-    let detail = format!("the key of VM '{}' is not on its host (vmseal alarms says why)", vm.name);
-    Err(Problem::new(ErrorCode::Locked, detail))
 }
 
 pub(super) fn word(power: Power) -> &'static str {

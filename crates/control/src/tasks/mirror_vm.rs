@@ -330,8 +330,8 @@ async fn check(run: &Run<'_>) -> Result<Vec<DiskId>, StepError> {
 }
 
 /// What the key is for: a decryption writes no disk under it.
-fn purpose(run: &Run<'_>) -> Purpose {
-    match run.task.operation {
+pub(crate) fn purpose(operation: &Operation) -> Purpose {
+    match operation {
         Operation::DecryptVm { .. } => Purpose::Open,
         _ => Purpose::Encrypt,
     }
@@ -341,7 +341,7 @@ fn purpose(run: &Run<'_>) -> Purpose {
 /// encrypted.
 async fn prepare(run: &Run<'_>) -> Result<(), StepError> {
     register(run).await?;
-    let prepare = || run.hosts().prepare(run.vm_id, purpose(run));
+    let prepare = || run.hosts().prepare(run.vm_id, purpose(&run.task.operation));
     let prepared = match prepare().await {
         // The agent has restarted in between.
         Err(problem) if matches!(problem.code, ErrorCode::NotFound | ErrorCode::WrongState) => {

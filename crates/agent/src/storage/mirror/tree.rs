@@ -1,17 +1,19 @@
 //! The layers of a mirrored disk, which the copy gets as well, and the files beside it, memory and core dumps, which are copied first.
 //!
 //! ```text
-//!  begun ─► the image copied ─► each layer that nobody writes copied, those below first ─► an empty active layer: whole
-//!           └──────────── by filters that serve nobody, beside the guest ───────────┘           │
-//!                                     the guest's filter, or one of its own, copies the active layer, and pivots
+//!  begun ─► room ─► the image copied ─► each layer that nobody writes copied, those below first ─► an empty active layer: whole
+//!                   └──────────── by filters that serve nobody, beside the guest ───────────┘           │
+//!                                             the guest's filter, or one of its own, copies the active layer, and pivots
 //! ```
-//! Each file of the copy has what its original has, decrypted and encrypted anew, and nothing else: so it is as sparse, and a
-//! snapshot keeps in the copy what it keeps in the disk.
+//! Room is taken here only of a pool, where zeroes are written for it, and for a preallocated image. Each file of the copy has what its
+//! original has, decrypted and encrypted anew, and nothing else: so it is as sparse, and a snapshot keeps in the copy what it keeps in
+//! the disk.
 
 use std::fs::File;
 
 use vmseal_api::filter::Direct;
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -25,6 +27,20 @@ use crate::storage::home::{Beside, Home};
 use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::opening::{self, Open, data_offset};
+
+/// How much room of a pool is taken at a time, in bytes: progress is shown, and a stop noticed, after each of these.
+const ROOM_STEP: u64 = 64 << 20;
+
+/// Whether the image of a copy with layers gets its room before it is copied. In a directory it got that when it was made.
+pub(super) fn takes_room(location: &DatastoreLocation, disk: &DiskSpec) -> bool {
+    is_preallocated(disk) && matches!(location, DatastoreLocation::Rbd { .. })
+}
+
+/// How many steps it takes to get the room of a copy, as files are counted.
+fn room_steps(mirror: &Mirror, disk: &DiskSpec) -> usize {
+    let place = mirror.note.to.as_ref().unwrap_or(&disk.datastore);
+    usize::from(mirror.note.layers && takes_room(&place.location, disk))
+}
 
 /// The layers of a disk and of its copy; none where the disk has none, or has pivoted.
 fn layers_of(mirror: &Mirror) -> Result<Option<CopiedLayers>, Problem> {
@@ -74,6 +90,8 @@ fn under_way(spec: &VmSpec, disk: &DiskSpec) -> Result<Mirror, Problem> {
 pub struct FileBeside {
     mirror: Mirror,
     what: Beside,
+    /// How many steps follow that take room.
+    room: usize,
 }
 
 /// The file beside a disk to copy next, if there is one. Blocks.
@@ -83,18 +101,19 @@ pub struct FileBeside {
 pub fn next_beside(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<FileBeside>, Problem> {
     let mirror = under_way(spec, disk)?;
     let next = beside::next(&mirror)?;
-    Ok(next.map(|what| FileBeside { mirror, what }))
+    let room = room_steps(&mirror, disk);
+    Ok(next.map(|what| FileBeside { mirror, what, room }))
 }
 
 impl FileBeside {
-    /// How many files were copied before this one, and how many are to be copied in all.
+    /// How many files were copied before this one, and how many are to be copied in all; to take room counts as one.
     ///
     /// # Errors
     /// Those of the notes.
     pub fn place(&self) -> Result<(usize, usize), Problem> {
         let (copied, beside) = beside::progress(&self.mirror)?;
         let files = layers_of(&self.mirror)?.map_or(0, |layers| layers.progress().1);
-        Ok((copied, beside + files))
+        Ok((copied, beside + self.room + files))
     }
 
     /// Copies it as fast as `gate` lets it. `show` gets how many bytes are done, and the total. Blocks.
@@ -112,12 +131,75 @@ impl FileBeside {
     }
 }
 
+/// The image of a copy, which has its room to get before it is copied.
+pub struct Room {
+    home: Home,
+    disk: DiskId,
+    image: File,
+    /// How many files were copied before, and how many are to be copied in all.
+    place: (usize, usize),
+}
+
+/// The image of a mirrored disk's copy that has its room to get, also where some was taken before; none where it needs none, or is copied. No
+/// filter of an earlier attempt may be left. Blocks.
+///
+/// # Errors
+/// Those of the notes and the copy.
+pub fn next_room(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Room>, Problem> {
+    let mirror = under_way(spec, disk)?;
+    let room = room_steps(&mirror, disk);
+    let Some(layers) = layers_of(&mirror)? else { return Ok(None) };
+    if room == 0 || layers.next() != NextCopy::Image {
+        return Ok(None);
+    }
+    let (beside, _) = beside::progress(&mirror)?;
+    let (done, files) = layers.progress();
+    let home = mirror.target()?;
+    let image = open_image(&home, disk, Access::Write)?;
+    let place = (beside + done, beside + room + files);
+    Ok(Some(Room { home, disk: disk.disk, image, place }))
+}
+
+impl Room {
+    /// Where it is among the files of the copy, as [`FileBeside::place`].
+    #[must_use]
+    pub fn place(&self) -> (usize, usize) {
+        self.place
+    }
+
+    /// Takes it as fast as `gate` lets it: what is written are zeroes. `show` gets how many bytes have their room, and the total. Blocks.
+    ///
+    /// # Errors
+    /// `no-space`; `cancelled` when the gate is closed.
+    pub fn take(&self, gate: &Gate, show: impl Fn(u64, u64)) -> Result<(), Problem> {
+        let total = self.image.metadata().map_err(internal)?.len();
+        let mut done = 0;
+        while done < total {
+            let part = done..total.min(done + ROOM_STEP);
+            gate.pass(part.end - part.start)?;
+            done = part.end;
+            self.home.allocate(self.disk, &self.image, part)?;
+            show(done, total);
+        }
+        Ok(())
+    }
+}
+
+/// The image of a copy, open and locked.
+fn open_image(target: &Home, disk: &DiskSpec, access: Access) -> Result<File, Problem> {
+    let path = target.copy(disk.disk);
+    open_locked(&path, access)?.ok_or_else(|| {
+        let what = format!("{}, the copy of disk '{}', is not there", path.display(), disk.name);
+        Problem::new(ErrorCode::Damaged, what)
+    })
+}
+
 /// A file of the copy that is to be written.
 pub struct Part {
     disk: filter::Disk,
     layers: CopiedLayers,
     copy: Option<Layer>,
-    /// How many files beside the disk were copied before.
+    /// How many files beside the disk were copied before; to take room counts as one.
     beside: usize,
 }
 
@@ -133,22 +215,20 @@ pub fn next(
 ) -> Result<Option<Part>, Problem> {
     let (home, mirror) = (Home::of(&disk.datastore, spec.vm)?, under_way(spec, disk)?);
     let Some(layers) = layers_of(&mirror)? else { return Ok(None) };
-    let (beside, _) = beside::progress(&mirror)?;
+    let beside = beside::progress(&mirror)?.0 + room_steps(&mirror, disk);
     let layer = match layers.next() {
         NextCopy::Image => None,
         NextCopy::Layer(layer) => Some(layer),
         NextCopy::Active | NextCopy::Nothing => return Ok(None),
     };
     let lock = layers::lock_merge(&home, disk.disk)?;
-    let path = mirror.target()?.copy(disk.disk);
+    let target = mirror.target()?;
     // Layers of the copy are written while others have it open: only its own copying changes it.
     let access = if layer.is_none() { Access::Write } else { Access::Read };
-    let image = open_locked(&path, access)?.ok_or_else(|| {
-        let what = format!("{}, the copy of disk '{}', is not there", path.display(), disk.name);
-        Problem::new(ErrorCode::Damaged, what)
-    })?;
+    let image = open_image(&target, disk, access)?;
     let key = copy_key(&mirror.note, spec, disk, kek, &image)?;
-    let length = image.metadata().map_err(|error| failed(&path, "read", &error))?.len();
+    let length = image.metadata();
+    let length = length.map_err(|error| failed(&target.copy(disk.disk), "read", &error))?.len();
     let new = layers.begin(layer, length)?;
     let Open { file, layers: above, offset, key: own_key, .. } =
         opening::open_layer(spec, disk, facts, kek, layer)?;
@@ -232,4 +312,42 @@ pub fn finish(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
     let metadata = path.metadata().map_err(|error| failed(&path, "read", &error))?;
     layers.finish(metadata.len())?;
     home.remove_note(&home.merge_lock(disk.disk))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::os::unix::fs::MetadataExt;
+
+    use vmseal_api::host::DatastoreSpec;
+    use vmseal_api::id::{DatastoreId, VmId};
+    use vmseal_api::pace::CopyPace;
+
+    use super::*;
+    use crate::storage::datastore;
+
+    #[test]
+    fn room_is_taken_step_by_step_as_far_as_it_is_not_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        datastore::probe(&place).unwrap();
+        let home = Home::of(&place, VmId::new()).unwrap();
+        let image = tempfile::tempfile_in(directory.path()).unwrap();
+        let total = ROOM_STEP + 4096;
+        image.set_len(total).unwrap();
+        let room = Room { home, disk: DiskId::new(), image, place: (1, 4) };
+        let taken = || room.image.metadata().unwrap().blocks() * 512;
+        let gate = Gate::new(CopyPace::default());
+        // It is closed after the first step.
+        let stopped = room.take(&gate, |_, _| gate.close()).unwrap_err();
+        assert_eq!(stopped.code, ErrorCode::Cancelled, "{stopped}");
+        assert!(taken() >= ROOM_STEP, "{}", taken());
+        // Another attempt begins anew, and keeps what there is.
+        let shown = RefCell::new(Vec::new());
+        let gate = Gate::new(CopyPace::default());
+        room.take(&gate, |done, all| shown.borrow_mut().push((done, all))).unwrap();
+        assert_eq!(shown.into_inner(), [(ROOM_STEP, total), (total, total)]);
+        assert!(taken() >= total, "{}", taken());
+    }
 }

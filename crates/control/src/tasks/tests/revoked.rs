@@ -3,17 +3,21 @@
 
 use std::time::Duration;
 
+use vmseal_api::host::KeyState;
 use vmseal_api::id::ProviderId;
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::kmip::AddKmipServer;
+use vmseal_api::request::{RecryptVm, StartVm};
 use vmseal_kmip::RevocationReason;
 use vmseal_kmip::client::{Client, Settings};
 use vmseal_kmip::operation::KeyId;
 use vmseal_kmip::testing::{Authority, PyKmip, Validity};
 use vmseal_secret::SecretBytes;
+use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::providers::kmip::NewCertificate;
+use crate::services::{self, Caller};
 use crate::store::policies;
 
 /// A fixture whose VMs have their keys from a real KMS, and a client of the same identity.
@@ -59,6 +63,25 @@ impl WithKms {
         self.client.revoke(&KeyId::new(key.key_id.clone()).unwrap(), reason).await.unwrap();
         // This reads the key's state, and wakes the watch.
         self.fixture.providers.get(key.provider).unwrap().get_key(vm, &key).await.unwrap();
+    }
+
+    /// A VM that is off with a key that opens existing data alone: the plan of a start is refused as the start is, and that of a
+    /// recryption is not.
+    async fn plans_but_a_start(&self, vm: VmId, name: &str, fault: KeyFault) {
+        let fixture = &self.fixture;
+        let is_locked = async || {
+            let view = fixture.hosts.view(fixture.host);
+            view.vm(vm).is_some_and(|seen| seen.key == KeyState::Missing).then_some(())
+        };
+        fixture.eventually("its host is shown without the key", is_locked).await;
+        let (services, me) =
+            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+        let start = services::vms::start(&services, &me, name, StartVm::default(), true).await;
+        let refused = start.unwrap_err();
+        assert_eq!((refused.code, refused.reason), (ErrorCode::Locked, Some(fault)), "{refused}");
+        let recrypt = RecryptVm::default();
+        let planned = services::recrypt::recrypt(&services, &me, name, recrypt, true).await;
+        assert!(matches!(planned, Ok(services::Outcome::Planned(_))), "{planned:?}");
     }
 
     pub async fn until(&self, code: &str, vm: &str, reason: Option<KeyFault>) {
@@ -111,6 +134,7 @@ async fn a_vm_with_a_revoked_key_goes_on_while_it_runs_and_is_locked_until_it_ha
         assert_eq!((problem.code, problem.reason), (ErrorCode::Locked, Some(fault)), "{problem}");
         assert!(problem.detail.contains("vmseal vm recrypt"), "{problem}");
         assert!(!fixture.agent.running().contains(&stopped), "{off} was started");
+        here.plans_but_a_start(stopped, &off, fault).await;
 
         // Work that replaces the key is done.
         let disk = fixture.disks(stopped).await[0].id;
