@@ -15,7 +15,8 @@ use virtio_bindings::virtio_blk::{
 };
 use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
-use vm_memory::{GuestMemory, GuestMemoryMmap, Permissions};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{GuestMemory, GuestMemoryBackend, GuestMemoryMmap, Permissions, VolatileSlice};
 
 use crate::front_ends::vhost_user::config::{DISCARD_SECTORS_MAX, WRITE_ZEROES_SECTORS_MAX};
 use crate::stack::memory::{Cursor, SEGMENTS_MAX, Segment, Segments};
@@ -196,14 +197,21 @@ fn translate(
     memory: &GuestMemoryMmap,
     list: &mut Segments,
 ) -> Result<(), Malformed> {
-    let slices = memory
-        .get_slices(descriptor.addr(), descriptor.len() as usize, Permissions::ReadWrite)
-        .map_err(|_| Malformed::Address)?;
-    for slice in slices {
-        let slice = slice.map_err(|_| Malformed::Address)?;
-        // SAFETY: mapped guest memory, checked by `get_slices`; the queue's worker holds the mapping
-        // until every request has completed, and nobody makes references to it.
-        list.push(unsafe { Segment::new(slice.ptr_guard_mut().as_ptr(), slice.len()) });
+    let (at, length) = (descriptor.addr(), descriptor.len() as usize);
+    // Nearly always in one region: the crate's iterator over several costs more than the look for it.
+    if let Ok(slice) = memory.get_slice(at, length) {
+        list.push(segment(&slice));
+        return Ok(());
+    }
+    let slices = GuestMemory::get_slices(memory, at, length, Permissions::ReadWrite);
+    for slice in slices.map_err(|_| Malformed::Address)? {
+        list.push(segment(&slice.map_err(|_| Malformed::Address)?));
     }
     Ok(())
+}
+
+fn segment<B: BitmapSlice>(slice: &VolatileSlice<'_, B>) -> Segment {
+    // SAFETY: mapped guest memory, checked by whoever made the slice; the queue's worker holds the mapping
+    // until every request has completed, and nobody makes references to it.
+    unsafe { Segment::new(slice.ptr_guard_mut().as_ptr(), slice.len()) }
 }
