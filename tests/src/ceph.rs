@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -15,6 +15,9 @@ use tempfile::TempDir;
 use crate::installation::next_address;
 use crate::process::{kill_hard, using};
 use crate::program;
+
+/// How long `ceph` tries to reach a monitor that may not answer, in seconds.
+const CONNECT: &str = "30";
 
 /// A cluster's directory and address; all of its processes end with the value.
 pub struct Cluster {
@@ -120,20 +123,29 @@ impl Cluster {
         self.ceph(&["config", "set", who, option, value]);
     }
 
+    /// `ceph` as the administrator.
+    fn ceph_command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new("ceph");
+        command.arg("-c").arg(self.directory().join("ceph.conf")).args(words);
+        command
+    }
+
     /// Runs `ceph` as the administrator.
     pub fn ceph(&self, words: &[&str]) {
-        let mut command = Command::new("ceph");
-        command.arg("-c").arg(self.directory().join("ceph.conf"));
-        let output = command.args(words).output().unwrap();
+        let output = self.ceph_command(words).output().unwrap();
         assert!(output.status.success(), "{words:?}: {}", said(&output));
+    }
+
+    /// The same where a test may be failing: nothing here panics, and a monitor that does not answer is not waited for.
+    pub fn try_ceph(&self, words: &[&str]) -> io::Result<Output> {
+        let within = ["--connect-timeout", CONNECT];
+        self.ceph_command(&[&within[..], words].concat()).output()
     }
 
     /// Asks the cluster as the administrator; what it answers as JSON.
     #[must_use]
     pub fn ask(&self, words: &[&str]) -> Value {
-        let mut command = Command::new("ceph");
-        command.arg("-c").arg(self.directory().join("ceph.conf"));
-        let output = command.args(words).args(["-f", "json"]).output().unwrap();
+        let output = self.ceph_command(&[words, &["-f", "json"]].concat()).output().unwrap();
         assert!(output.status.success(), "{words:?}: {}", said(&output));
         serde_json::from_slice(&output.stdout).unwrap()
     }
@@ -161,17 +173,14 @@ impl Cluster {
         osds.iter().map(|osd| osd["uuid"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// The keyring of user `client.vmseal`, which has the rights that docs/ceph.md gives it.
+    /// The keyring of a user, who has the rights in these pools that docs/ceph.md gives it; it is made if it is not there.
     #[must_use]
-    pub fn user(&self) -> PathBuf {
-        let keyring = self.home.path().join("ceph.client.vmseal.keyring");
-        let mut command = Command::new("ceph");
-        command.arg("-c").arg(self.directory().join("ceph.conf"));
-        command.args(["auth", "get-or-create", "client.vmseal", "mon", "profile rbd"]);
-        command
-            .args(["osd", "profile rbd pool=vmseal, profile rbd pool=coded", "-o"])
-            .arg(&keyring);
-        let output = command.output().unwrap();
+    pub fn user(&self, user: &str, pools: &[&str]) -> PathBuf {
+        let keyring = self.home.path().join(format!("ceph.{user}.keyring"));
+        let rights: Vec<_> = pools.iter().map(|pool| format!("profile rbd pool={pool}")).collect();
+        let rights = rights.join(", ");
+        let make = ["auth", "get-or-create", user, "mon", "profile rbd", "osd", &rights, "-o"];
+        let output = self.ceph_command(&make).arg(&keyring).output().unwrap();
         assert!(output.status.success(), "{}", said(&output));
         keyring
     }

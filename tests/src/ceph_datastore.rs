@@ -4,8 +4,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
-use crate::ceph::{Cluster, said};
+use crate::ceph::Cluster;
+use crate::ceph_pool::Pool;
 use crate::eventually;
 use crate::installation::{Installation, text};
 use crate::process::{kill_hard, using};
@@ -29,37 +31,45 @@ pub struct CephInstallation {
     /// Server and agent.
     pub here: Installation,
     /// The cluster.
-    pub cluster: Cluster,
+    pub cluster: Arc<Cluster>,
+    /// Its pool, which may be removed with this: what serves it has ended by then.
+    pub pool: Pool,
     /// Where the agent mounts the pool.
     pub mounted: PathBuf,
 }
 
 impl CephInstallation {
-    /// A cluster that has just come up, and an installation.
+    /// A cluster that has just come up, whose daemons the test may kill and configure, and an installation.
     #[must_use]
     pub fn new(options: Options) -> Self {
-        let cluster = Cluster::new();
-        cluster.up_with(&["--messenger", options.messenger]);
-        if options.erasure_coded {
-            let added = cluster.run(&["pool", "add", "coded", "--erasure", "2+1"]);
-            assert!(added.status.success(), "{}", said(&added));
-        }
+        Self::on(Pool::of_own_cluster(options.messenger, options.erasure_coded), options)
+    }
+
+    /// A pool of this name, which no other test has, in the cluster of this messenger that tests share, and an installation.
+    #[must_use]
+    pub fn shared(pool: &str, options: Options) -> Self {
+        assert!(!options.erasure_coded, "no shared cluster has a coded pool");
+        Self::on(Pool::of_shared_cluster(pool, options.messenger), options)
+    }
+
+    fn on(pool: Pool, options: Options) -> Self {
         let here = Installation::new().unwrap();
         let mounted = here.path("ceph");
-        let installation = Self { here, cluster, mounted };
+        let installation = Self { here, cluster: Arc::clone(&pool.cluster), pool, mounted };
         installation.add(options);
         installation
     }
 
     fn add(&self, options: Options) {
-        let (monitors, keyring) = (self.cluster.monitors(), self.cluster.user());
+        let (monitors, keyring) = (self.cluster.monitors(), self.pool.keyring());
         let path = text(&self.mounted).unwrap();
         let mut add = vec!["datastore", "add", "ceph", "--host", "here", "--path", path];
-        add.extend(["--pool", "vmseal", "--monitors", &monitors]);
+        add.extend(["--pool", &self.pool.name, "--user", &self.pool.user]);
         let key = if options.key_at_server { "--key-file" } else { "--keyring" };
-        add.extend([key, text(&keyring).unwrap(), "--messenger", options.messenger]);
-        if options.erasure_coded {
-            add.extend(["--data-pool", "coded"]);
+        add.extend(["--monitors", &monitors, key, text(&keyring).unwrap()]);
+        add.extend(["--messenger", options.messenger]);
+        if let Some(data_pool) = self.pool.data_pool {
+            add.extend(["--data-pool", data_pool]);
         }
         self.here.vmseal(&add).unwrap();
     }
@@ -76,9 +86,7 @@ impl CephInstallation {
     /// The images of the pool of names and headers.
     #[must_use]
     pub fn images(&self) -> Vec<String> {
-        let listed = self.cluster.rbd(&["ls", "vmseal"]);
-        assert!(listed.status.success(), "{}", said(&listed));
-        String::from_utf8(listed.stdout).unwrap().lines().map(|it| format!("vmseal/{it}")).collect()
+        self.pool.images()
     }
 
     /// Finds that the pool keeps no image: what is open is removed when it is closed.

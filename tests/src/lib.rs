@@ -12,6 +12,7 @@
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`as_user`] | commands as a user gives them who is not root |
 //! | [`ceph`] | a cluster of Ceph's own programs |
+//! | [`ceph_pool`] | a pool of such a cluster, which tests may share |
 //! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
 //! | [`huge_pages`] | the huge pages of this machine |
 //! | [`capture`] | what goes over the network of a test |
@@ -37,6 +38,7 @@ pub mod as_user;
 pub mod capture;
 pub mod ceph;
 pub mod ceph_datastore;
+pub mod ceph_pool;
 pub mod counting_guest;
 pub mod exposed;
 pub mod figures;

@@ -21,7 +21,8 @@ use vmseal_channel::{
     Operation, Piece, RING_BYTES, Requester, SLOTS, SharedMemory, TICKET_BYTES, ToFilter, ToServer,
     ZEROES_BYTES_MAX, receive, send,
 };
-use vmseal_tests::ceph::{Cluster, is_installed, said};
+use vmseal_tests::ceph::is_installed;
+use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::{TIMEOUT, eventually};
 
 use crate::ceph_files::{Mount, attribute, lock, make, open, random};
@@ -206,15 +207,14 @@ fn who_has_a_file_open_reads_and_writes_its_image_by_queues() {
     if !is_installed() {
         return;
     }
-    let cluster = Cluster::new();
-    cluster.up();
-    let mut mount = Mount::new(&cluster);
+    let pool = Pool::of_shared_cluster("channel", "crc");
+    let mut mount = Mount::new(&pool);
     data(&mount);
     rights(&mount);
     breaches(&mount);
-    a_lock_outlasts_the_requests(&cluster, &mount);
-    the_server_dies(&cluster, &mut mount);
-    is_forced_off(&cluster, &mut mount);
+    a_lock_outlasts_the_requests(&pool, &mount);
+    the_server_dies(&mut mount);
+    is_forced_off(&mut mount);
 }
 
 /// What one way writes the other reads, wherever it is in memory.
@@ -376,27 +376,20 @@ fn breaches(mount: &Mount) {
     assert_eq!(again.ask(Operation::Read, 0, &[piece(0, 4096)]), 0);
 }
 
-/// The names of the pool's images.
-fn images(cluster: &Cluster) -> BTreeSet<String> {
-    let listed = cluster.rbd(&["ls", "vmseal"]);
-    assert!(listed.status.success(), "{}", said(&listed));
-    String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
-}
-
 /// Who had a file open and is gone has its lock until all that it wrote by the queue has landed.
-fn a_lock_outlasts_the_requests(cluster: &Cluster, mount: &Mount) {
+fn a_lock_outlasts_the_requests(pool: &Pool, mount: &Mount) {
     // Twelve seconds in all: most of them are left when all have begun, however busy the machine is.
     const WRITES: usize = 24;
-    let before = images(cluster);
+    let before = pool.images();
     let file = make(&mount.path("slow")).unwrap();
     file.set_len(LONG).unwrap();
     drop(file);
     // Its writes take their time in librbd, which nothing else does: two each second.
-    let image = images(cluster).difference(&before).next().unwrap().clone();
-    let image = format!("vmseal/{image}");
+    let image = pool.images().into_iter().find(|image| !before.contains(image)).unwrap();
     let slow = ["config", "image", "set", &image, "rbd_qos_write_iops_limit", "2"];
     // Once the image is closed: until then its lock keeps others from changing it.
-    eventually("writes are slow", || cluster.rbd(&slow).status.success().then_some(())).unwrap();
+    let is_slow = || pool.cluster.rbd(&slow).status.success().then_some(());
+    eventually("writes are slow", is_slow).unwrap();
     let (file, next) = (open(&mount.path("slow")).unwrap(), open(&mount.path("slow")).unwrap());
     assert!(lock(&file, libc::F_WRLCK) && !lock(&next, libc::F_WRLCK));
     let connection = connection(mount);
@@ -422,12 +415,12 @@ fn a_lock_outlasts_the_requests(cluster: &Cluster, mount: &Mount) {
 }
 
 /// Queues end with the process that serves them, and its successor has its socket at the same place.
-fn the_server_dies(cluster: &Cluster, mount: &mut Mount) {
+fn the_server_dies(mount: &mut Mount) {
     let path = mount.path("data");
     let file = open(&path).unwrap();
     let former = connection(mount);
     let (queue, _) = attach(&former, ticket(&file).unwrap()).unwrap();
-    mount.dies(cluster);
+    mount.dies();
     queue.is_dropped();
     drop((queue, file));
     let file = open(&path).unwrap();
@@ -441,7 +434,7 @@ fn the_server_dies(cluster: &Cluster, mount: &mut Mount) {
 const TAKEN_AWAY_MAX: usize = 3;
 
 /// A mount that is taken away by force with a queue attached: the process closes the images, and ends.
-fn is_forced_off(cluster: &Cluster, mount: &mut Mount) {
+fn is_forced_off(mount: &mut Mount) {
     let has_closed_images = (0..TAKEN_AWAY_MAX).any(|_| {
         let file = open(&mount.path("data")).unwrap();
         let connection = connection(mount);
@@ -450,7 +443,7 @@ fn is_forced_off(cluster: &Cluster, mount: &mut Mount) {
         queue.is_dropped();
         drop((queue, connection, file));
         if !has_closed {
-            mount.dies(cluster);
+            mount.dies();
         }
         has_closed
     });

@@ -10,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use vmseal_tests::ceph::{Cluster, StoppedDaemons, is_installed, mounts_below, said};
+use vmseal_tests::ceph_pool::while_pools_stay;
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::using;
 use vmseal_tests::{eventually, program, skipped};
@@ -60,15 +61,16 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
     if !can_run() {
         return;
     }
-    let cluster = Cluster::new();
-    cluster.up();
     let home = tempfile::tempdir().unwrap();
     let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
     std::fs::write(&file, EXPERIMENT).unwrap();
-    let mut command = Command::new(program("vmseal").unwrap());
-    command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
-    command.arg("--ceph-directory").arg(cluster.directory()).stdin(Stdio::null());
-    let output = command.output().unwrap();
+    // The laboratory makes a pool of its own in a cluster, and has nobody else change that cluster till it has ended.
+    let (output, status) = while_pools_stay("crc", |cluster| {
+        let mut command = Command::new(program("vmseal").unwrap());
+        command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
+        command.arg("--ceph-directory").arg(cluster.directory()).stdin(Stdio::null());
+        (command.output().unwrap(), cluster.json(&["status"]))
+    });
     assert!(output.status.success(), "{}", said(&output));
     let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
     let experiment = &report["experiments"][0];
@@ -92,7 +94,6 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
         }
     }
     // The images went with their pool.
-    let status = cluster.json(&["status"]);
     let pools = status["pools"].as_array().unwrap();
     assert!(pools.iter().all(|it| it["name"] != "vmseal-lab-run"), "{status:#}");
 }

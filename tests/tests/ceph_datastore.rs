@@ -197,7 +197,7 @@ fn redundancy(bench: &CephInstallation) {
     }
 
     let place = here.path("gold");
-    let keyring = bench.cluster.user();
+    let keyring = bench.pool.keyring();
     let add = |user: &str, keyring: &Path, create: &str| {
         let mut add = vec!["datastore", "add", "gold", "--host", "here"];
         add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", create]);
@@ -391,7 +391,7 @@ fn keys(bench: &CephInstallation) {
     let server = bench.server();
     tried_and_done(here, &["datastore", "remount", "ceph"]);
     assert!(bench.server().is_some() && bench.server() != server);
-    let keyring = std::fs::read(bench.cluster.user()).unwrap();
+    let keyring = std::fs::read(bench.pool.keyring()).unwrap();
     let key = CephxKey::in_file(&keyring, "client.vmseal").unwrap().to_secret().unwrap();
     let fingerprint = pool_key_fingerprint(&key).unwrap();
     let shown = here.vmseal(&["datastore", "show", "ceph"]).unwrap();
@@ -412,7 +412,7 @@ fn passes_for(bench: &CephInstallation, fsid: &str) -> (bool, String) {
     let mut command = Command::new(program("vmseal-rbd").unwrap());
     command.args(["--check", "--cluster", fsid, "--messenger", "crc", "--pool", "vmseal"]);
     command.arg("--monitors").arg(bench.cluster.monitors());
-    command.arg("--keyring").arg(bench.cluster.user());
+    command.arg("--keyring").arg(bench.pool.keyring());
     let output = command.arg(bench.here.path("nowhere")).output().unwrap();
     let said = [&output.stdout[..], &output.stderr].concat();
     (output.status.success(), String::from_utf8_lossy(&said).into_owned())

@@ -24,7 +24,7 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let options = Options { messenger: "secure", erasure_coded: false, key_at_server: true };
-        let mut ceph = CephInstallation::new(options);
+        let mut ceph = CephInstallation::shared("evacuation", options);
         let there = ceph.add_host(THERE);
         Self { ceph, there }
     }

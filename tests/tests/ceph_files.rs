@@ -18,42 +18,53 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Whence, lseek};
 use vmseal_api::rbd::FENCING_ATTRIBUTE;
 use vmseal_tests::ceph::{Cluster, is_installed, said};
+use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::{eventually, program};
 
 /// More than a file that is an object can have.
 const LONG: u64 = 8 << 20;
 
-/// The user that has the rights which docs/ceph.md gives it.
-const USER: &str = "client.vmseal";
+/// How a host gets to a pool.
+struct Access {
+    monitors: String,
+    pool: String,
+    user: String,
+    keyring: PathBuf,
+}
 
-/// A mount of the cluster's pool, as one host has it.
+/// A mount of a pool, as one host has it.
 pub(crate) struct Mount {
     directory: tempfile::TempDir,
     process: Child,
+    access: Access,
 }
 
-impl Mount {
-    pub(crate) fn new(cluster: &Cluster) -> Self {
-        Self::of_user(cluster, USER, &cluster.user())
-    }
-
-    fn of_user(cluster: &Cluster, user: &str, keyring: &Path) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        std::fs::create_dir(directory.path().join("pool")).unwrap();
-        let process = Self::serve(cluster, directory.path(), user, keyring);
-        let mount = Self { directory, process };
-        mount.wait();
-        mount
-    }
-
-    fn serve(cluster: &Cluster, directory: &Path, user: &str, keyring: &Path) -> Child {
+impl Access {
+    fn serve(&self, directory: &Path) -> Child {
         let mut command = Command::new(program("vmseal-rbd").unwrap());
-        command.args(["--monitors", &cluster.monitors(), "--user", user, "--keyring"]);
-        command.arg(keyring).args(["--pool", "vmseal", "--messenger", "crc"]);
+        command.args(["--monitors", &self.monitors, "--user", &self.user, "--keyring"]);
+        command.arg(&self.keyring).args(["--pool", &self.pool, "--messenger", "crc"]);
         command.arg("--run-dir").arg(directory.join("run")).arg(directory.join("pool"));
         let log = OpenOptions::new().create(true).append(true).open(directory.join("log")).unwrap();
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
         command.spawn().unwrap()
+    }
+}
+
+impl Mount {
+    pub(crate) fn new(pool: &Pool) -> Self {
+        Self::of_user(pool, &pool.user, pool.keyring())
+    }
+
+    fn of_user(pool: &Pool, user: &str, keyring: PathBuf) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::create_dir(directory.path().join("pool")).unwrap();
+        let (monitors, user) = (pool.cluster.monitors(), user.to_owned());
+        let access = Access { monitors, pool: pool.name.clone(), user, keyring };
+        let process = access.serve(directory.path());
+        let mount = Self { directory, process, access };
+        mount.wait();
+        mount
     }
 
     fn wait(&self) {
@@ -91,10 +102,10 @@ impl Mount {
     }
 
     /// It dies, and another process serves the same mount.
-    pub(crate) fn dies(&mut self, cluster: &Cluster) {
+    pub(crate) fn dies(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
-        self.process = Self::serve(cluster, self.directory.path(), USER, &cluster.user());
+        self.process = self.access.serve(self.directory.path());
         self.wait();
     }
 
@@ -176,35 +187,36 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     if !is_installed() {
         return;
     }
-    let cluster = Cluster::new();
-    cluster.up();
+    let pool = Pool::of_own_cluster("crc", false);
+    let cluster = &*pool.cluster;
     // How long the cluster takes a client for alive that says nothing: 30 seconds, usually.
     cluster.set("osd", "osd_client_watch_timeout", "12");
-    let (mut here, mut there) = (Mount::new(&cluster), Mount::new(&cluster));
+    let (mut here, mut there) = (Mount::new(&pool), Mount::new(&pool));
     confined(&here);
     short_files(&here, &there);
-    long_files(&cluster, &here, &there);
+    long_files(cluster, &here, &there);
     striped_files(&here);
-    notes_of_images(&cluster, &here, &there);
-    rights_to_fence(&cluster, &here);
-    removals(&cluster, &mut here);
-    locks(&cluster, &mut here, &there);
-    one_writer(&cluster, &mut here, &there);
+    notes_of_images(cluster, &here, &there);
+    rights_to_fence(&pool, &here);
+    removals(cluster, &mut here);
+    locks(&mut here, &there);
+    one_writer(&mut here, &there);
     lengths_of_writers(&here, &there);
     a_paused_owner(&here, &there);
     there.unmount();
-    trials(&cluster);
+    trials(cluster);
 }
 
 /// Whether the user may have other hosts kept from the pool is known before it is to be done. Nobody is on the blocklist for that.
-fn rights_to_fence(cluster: &Cluster, here: &Mount) {
+fn rights_to_fence(pool: &Pool, here: &Mount) {
+    let cluster = &*pool.cluster;
     let said = |mount: &Mount| attribute(&mount.path(""), FENCING_ATTRIBUTE).unwrap();
     assert_eq!(said(here), "\"allowed\"");
     let (user, keyring) = ("client.alone", cluster.directory().join("client.alone.keyring"));
     let caps =
         ["mon", "allow r", "osd", "profile rbd pool=vmseal", "-o", keyring.to_str().unwrap()];
     cluster.ceph(&[&["auth", "get-or-create", user], &caps[..]].concat());
-    let mut other = Mount::of_user(cluster, user, &keyring);
+    let mut other = Mount::of_user(pool, user, keyring);
     assert_eq!(said(&other), "\"not_allowed\"");
     other.unmount();
 }
@@ -510,7 +522,7 @@ fn removals(cluster: &Cluster, here: &mut Mount) {
     file.set_len(LONG).unwrap();
     std::fs::remove_file(here.path("open")).unwrap();
     assert_eq!(images(cluster), before + 1);
-    here.dies(cluster);
+    here.dies();
     let failed = file.write_all_at(b"lost", 0).unwrap_err();
     assert_eq!(failed.raw_os_error(), Some(libc::ENOTCONN), "{failed}");
     drop(file);
@@ -519,12 +531,12 @@ fn removals(cluster: &Cluster, here: &mut Mount) {
     while images(cluster) > before {
         assert!(Instant::now() < give_up, "the image of a removed file stays: {}", here.log());
         std::thread::sleep(Duration::from_secs(5));
-        here.dies(cluster);
+        here.dies();
     }
 }
 
 /// Locks reach from one host to the other, and do not outlive the process that serves them.
-fn locks(cluster: &Cluster, here: &mut Mount, there: &Mount) {
+fn locks(here: &mut Mount, there: &Mount) {
     let path = |mount: &Mount| mount.path("locked");
     let one = make(&path(here)).unwrap();
     let (second, other) = (open(&path(here)).unwrap(), open(&path(there)).unwrap());
@@ -539,7 +551,7 @@ fn locks(cluster: &Cluster, here: &mut Mount, there: &Mount) {
     assert!(lock(&other, libc::F_UNLCK));
     let one = open(&path(here)).unwrap();
     assert!(lock(&one, libc::F_WRLCK) && !lock(&other, libc::F_WRLCK));
-    here.dies(cluster);
+    here.dies();
     let again = open(&path(here)).unwrap();
     assert!(lock(&again, libc::F_WRLCK), "the lock of a dead process stays");
     drop((again, one, other));
@@ -547,7 +559,7 @@ fn locks(cluster: &Cluster, here: &mut Mount, there: &Mount) {
 }
 
 /// An image has one writer, and a successor does not wait for its dead predecessor's lock.
-fn one_writer(cluster: &Cluster, here: &mut Mount, there: &Mount) {
+fn one_writer(here: &mut Mount, there: &Mount) {
     let path = |mount: &Mount| mount.path("image");
     let file = make(&path(here)).unwrap();
     file.set_len(LONG).unwrap();
@@ -558,7 +570,7 @@ fn one_writer(cluster: &Cluster, here: &mut Mount, there: &Mount) {
     File::open(path(there)).unwrap().read_exact_at(&mut read, 0).unwrap();
     assert_eq!(&read, b"here");
     let since = Instant::now();
-    here.dies(cluster);
+    here.dies();
     let again = open(&path(here)).unwrap();
     assert!(since.elapsed() < Duration::from_secs(20), "it has waited: {:?}", since.elapsed());
     again.write_all_at(b"more", 4).unwrap();

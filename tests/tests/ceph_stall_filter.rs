@@ -16,6 +16,7 @@ use vmseal_history::stamp::{self, Found, Stamp};
 use vmseal_initiator::{Completion, Initiator, Operation, VhostUser, Wait};
 use vmseal_secret::SecretBytes;
 use vmseal_tests::ceph::{Cluster, is_installed};
+use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::eventually;
 use vmseal_tests::filter::{Disk, Filter};
 use vmseal_tests::held_steps::seeded;
@@ -232,14 +233,13 @@ fn no_write_that_failed_lands_later_when_osds_that_stood_still_go_on() {
     if !is_installed() {
         return;
     }
-    let cluster = Cluster::new();
-    cluster.up();
-    let mount = Mount::new(&cluster);
+    let pool = Pool::of_own_cluster("crc", false);
+    let (cluster, mount) = (&pool.cluster, Mount::new(&pool));
     let mounted = attribute(&mount.path(""), MOUNTED_ATTRIBUTE).unwrap();
     let mounted: Mounted = serde_json::from_str(&mounted).unwrap();
     let channel = mounted.channel.expect("it has a socket");
-    fails_and_serves_again(&cluster, &mount, "shared-memory", Some(Path::new(&channel)));
-    fails_and_serves_again(&cluster, &mount, "files", None);
+    fails_and_serves_again(cluster, &mount, "shared-memory", Some(Path::new(&channel)));
+    fails_and_serves_again(cluster, &mount, "files", None);
 }
 
 fn fails_and_serves_again(cluster: &Cluster, mount: &Mount, name: &str, channel: Option<&Path>) {
