@@ -32,6 +32,7 @@ use crate::storage::image::Image;
 use crate::storage::image_notes::Noted;
 use crate::storage::linking::Link;
 use crate::storage::opening::{check_length, data_offset, header_problem};
+use crate::storage::preallocation;
 use crate::storage::replica;
 use crate::storage::tpm_disk::{self, MakeTpm};
 use crate::storage::tpm_import;
@@ -377,8 +378,9 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
-/// Begins a disk that reads as zeroes, with all of its room where it is to have that: its half-made image with its lock, its facts
-/// and its DEK. Blocks.
+/// Begins a disk that reads as zeroes and will be written whole, zeroes too: its half-made image with its lock, its facts and its DEK. One
+/// that is to have its room has all of it in a directory, and that of its header on a pool, which gives the rest as it is written: the host
+/// that sends the disk waits for this. Blocks.
 ///
 /// # Errors
 /// As [`create`].
@@ -394,8 +396,16 @@ pub fn begin_empty(
         let what = format!("{} is there already", home.image(disk.disk).display());
         return Err(Problem::new(ErrorCode::AlreadyExists, what));
     };
-    if is_preallocated(disk) {
-        home.allocate(disk.disk, &file, 0..data_offset(&facts) + disk.size)?;
+    let header = data_offset(&facts);
+    let length = header + disk.size;
+    let ahead = if disk.role == DiskRole::Tpm {
+        // Nothing is written to it.
+        length
+    } else {
+        preallocation::ahead(&disk.datastore.location, header, length)
+    };
+    if is_preallocated(disk) && ahead > 0 {
+        home.allocate(disk.disk, &file, 0..ahead)?;
     }
     Ok((file, facts, key))
 }

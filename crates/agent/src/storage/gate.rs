@@ -73,7 +73,7 @@ impl Gate {
         let mut state = self.state();
         loop {
             if state.closed {
-                return Err(Problem::new(ErrorCode::Cancelled, "the copy is stopped"));
+                return Err(stopped());
             }
             let now = Instant::now();
             let wait = match state.pace {
@@ -107,6 +107,12 @@ impl Gate {
             self.changed().await;
         }
     }
+}
+
+/// What a copy says that is asked to stop.
+#[must_use]
+pub fn stopped() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the copy is stopped")
 }
 
 /// What a filter was told of the pace of a gate.

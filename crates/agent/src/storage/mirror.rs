@@ -28,7 +28,7 @@ use std::path::Path;
 
 use vmseal_api::atomic_file;
 use vmseal_api::filter::Holes;
-use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskRole, DiskSpec, DiskToMirror, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, DiskToMirror, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -51,6 +51,7 @@ use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
 use crate::storage::locked::{Access, make_locked, open_locked};
 use crate::storage::opening::{self, Open, data_offset, header_problem};
+use crate::storage::preallocation;
 use crate::storage::replica;
 
 /// A copy that is to take a disk's place, or has taken it.
@@ -339,7 +340,9 @@ impl NewMirror<'_> {
         let here = self.wanted.datastore.as_ref().unwrap_or(&disk.datastore);
         let mut file = home.open_or_make(spec, here, &path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
-        let ahead = taken_ahead(&here.location, header, length);
+        // Not all of it on a pool: meanwhile the VM's owner would do nothing else, not even start another filter for a guest whose filter
+        // has died. Where the disk has layers, the room is the first part of the copying ([`tree::Room`]).
+        let ahead = preallocation::ahead(&here.location, header, length);
         if is_preallocated(disk) && ahead > 0 {
             home.allocate(disk.disk, &file, 0..ahead)?;
         }
@@ -364,17 +367,6 @@ impl NewMirror<'_> {
         file.sync_all().map_err(|error| failed(&path, "flushed", &error))?;
         let identity = FileIdentity::of(&file).map_err(|error| failed(&path, "read", &error))?;
         Ok((identity, facts))
-    }
-}
-
-/// How much of the image of a preallocated copy, `length` bytes with its header, gets its room before it is copied. In a directory that is all
-/// of it, in a moment. A pool takes room by having zeroes written: that would take as long as the copy itself, while the VM's owner does
-/// nothing else, not even start another filter for a guest whose filter has died. A filter that copies all of a disk writes all of its copy,
-/// zeroes too. Where the disk has layers, its image is copied as it is sparse, and gets its room as the first part of the copying ([`tree::Room`]).
-fn taken_ahead(location: &DatastoreLocation, header: u64, length: u64) -> u64 {
-    match location {
-        DatastoreLocation::Rbd { .. } => header,
-        DatastoreLocation::Dir { .. } => length,
     }
 }
 

@@ -49,6 +49,7 @@ pub(crate) mod placeholder;
 pub(crate) mod pool;
 pub(crate) mod pool_keys;
 pub(crate) mod pool_ways;
+pub(crate) mod preallocation;
 pub(crate) mod proof;
 pub(crate) mod remount;
 pub(crate) mod replica;

@@ -9,13 +9,14 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
-use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_api::problem::Problem;
 use vmseal_secret::SecretBytes;
 
 use super::internal;
 use super::merging::with_filter;
 use super::report::{Progress, Report};
 use crate::storage::builder::DiskBuilder;
+use crate::storage::gate::stopped;
 use crate::storage::mirror::tree::{self, FileBeside, Part, ToNote};
 
 /// A disk whose layers are to be copied.
@@ -141,8 +142,4 @@ impl TreeCopying {
 /// disk's size of the one that is being copied.
 fn in_all((before, all): (usize, usize), done: u64, size: u64) -> Report {
     Report::Progress((before as u64 * size + done) / (all as u64).max(1), size)
-}
-
-fn stopped() -> Problem {
-    Problem::new(ErrorCode::Cancelled, "the copy is stopped")
 }

@@ -1,12 +1,20 @@
 //! Restoring disks of a VM that is off from a backup: new images beside the disks', which take their places when they are
 //! whole, flushed and open with the VM's key.
 //!
+//! ```text
+//!  made ─► filled by a filter ─► compared with its sums ─► room ─► opened, flushed ─► named
+//!     └──────── whatever dies before the name: it is removed, and another attempt makes it anew
+//! ```
+//! Room is taken there only of a pool, and of a preallocated disk: zeroes are written where the backup has none ([`preallocation`]). In a
+//! directory it is taken when the image is made.
+//!
 //! Of a backup of another VM each image gets a header of its own in the place of the one that came with it: a header is of one disk, whose
 //! id is in its codes. The data stays as it is, and so does its key (DEK): the header says that others may have that.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
@@ -37,6 +45,7 @@ use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
 use crate::storage::mirror::Mirror;
 use crate::storage::opening::{data_offset, header_problem};
+use crate::storage::preallocation;
 use crate::storage::replica;
 use crate::storage::{tpm_place, tpm_state};
 
@@ -67,9 +76,8 @@ pub struct Restoring {
     pub builder: DiskBuilder,
 }
 
-/// A new image, empty.
+/// A new image.
 struct Part {
-    to_read: filter::Disk,
     file: File,
     sums: File,
     entry: BackedUpDisk,
@@ -143,12 +151,14 @@ impl Restoring {
         cancelled: oneshot::Receiver<()>,
     ) -> Result<BackupManifest, Problem> {
         let this = Arc::new(self);
-        let written = tokio::select! {
-            written = Arc::clone(&this).write(progress) => written,
-            Ok(()) = cancelled => {
-                Err(Problem::new(ErrorCode::Cancelled, "the restore was cancelled"))
+        let asked = async {
+            // A sender that is gone has asked for nothing.
+            if cancelled.await.is_err() {
+                std::future::pending::<()>().await;
             }
         };
+        tokio::pin!(asked);
+        let written = Arc::clone(&this).write(progress, asked).await;
         if written.is_err() {
             // The filter first: it has the files open.
             if let Err(error) = this.builder.directory.sweep().await {
@@ -165,6 +175,7 @@ impl Restoring {
     async fn write(
         self: Arc<Self>,
         progress: impl Fn(u64, u64) + Send + Sync,
+        mut asked: Pin<&mut (impl Future<Output = ()> + Send)>,
     ) -> Result<BackupManifest, Problem> {
         let slot = self.builder.users.take().ok_or_else(builder::too_many)?;
         // A filter of an earlier attempt is ended, which releases the images.
@@ -176,24 +187,53 @@ impl Restoring {
             Ok::<_, Problem>(opened)
         });
         let opened = Arc::new(opened.await.map_err(internal)??);
-        let lengths =
-            self.disks.iter().map(|disk| self.entry(&opened, disk.disk).map(|it| it.length));
-        let total = lengths.sum::<Result<u64, _>>()?;
+        let bytes = self.disks.iter().map(|disk| {
+            self.entry(&opened, disk.disk).map(|entry| entry.length + room_after(disk, entry))
+        });
+        let total = bytes.sum::<Result<u64, _>>()?;
         let mut before = 0;
         for at in 0..self.disks.len() {
-            let (this, all) = (Arc::clone(&self), Arc::clone(&opened));
-            let part = spawn_blocking(move || this.begin(&all, at)).await.map_err(internal)??;
-            let length = part.entry.length;
-            let shown = |done, _| progress(before + done, total);
-            Arc::clone(&self).fill(&opened, at, part, &slot, shown).await?;
-            before += length;
+            let shown = |done: u64| progress(before + done, total);
+            let of = (&opened, at);
+            let done = Arc::clone(&self).restore(of, &slot, shown, asked.as_mut()).await?;
+            before += done;
             progress(before, total);
         }
         Ok(opened.manifest.clone())
     }
 
-    /// Makes the new image of a disk, empty.
-    fn begin(&self, opened: &Opened, at: usize) -> Result<Part, Problem> {
+    /// Writes the new image of a disk, and gives it its name; how many bytes that were, with those that were written for room. `progress`
+    /// receives how many are done. Where it is `asked` to stop, its thread has ended when this returns.
+    async fn restore(
+        self: Arc<Self>,
+        (opened, at): (&Arc<Opened>, usize),
+        slot: &Slot,
+        progress: impl Fn(u64) + Send + Sync,
+        mut asked: Pin<&mut (impl Future<Output = ()> + Send)>,
+    ) -> Result<u64, Problem> {
+        let (this, all) = (Arc::clone(&self), Arc::clone(opened));
+        let begun = spawn_blocking(move || this.begin(&all, at));
+        let (to_read, part) = begun.await.map_err(internal)??;
+        let copied = part.entry.length;
+        tokio::select! {
+            filled = self.fill(to_read, at, slot, |done, _| progress(done)) => filled?,
+            () = asked.as_mut() => return Err(cancelled()),
+        }
+        let all = Arc::clone(opened);
+        let compare = move || all.compare(&part.entry, &part.sums).map(|()| part);
+        let part = spawn_blocking(compare).await.map_err(internal)??;
+        let room = room_after(&self.disks[at], &part.entry);
+        if room > 0 {
+            let shown = |done: u64, _: u64| progress(copied + done);
+            self.room(at, &part)?.take_unless(asked, &self.builder.gate, shown).await?;
+        }
+        let (this, all) = (Arc::clone(&self), Arc::clone(opened));
+        spawn_blocking(move || this.finish(&all, at, part)).await.map_err(internal)??;
+        Ok(copied + room)
+    }
+
+    /// Makes the new image of a disk, empty, and what a filter needs to fill it.
+    fn begin(&self, opened: &Opened, at: usize) -> Result<(filter::Disk, Part), Problem> {
         let disk = &self.disks[at];
         let entry = self.entry(opened, disk.disk)?.clone();
         self.fits(disk, &entry)?;
@@ -204,48 +244,56 @@ impl Restoring {
         home.check_room(if is_preallocated(disk) { length } else { room(opened, &entry)? })?;
         let file = home.open_or_make(&self.spec, &disk.datastore, &path)?;
         file.set_len(length).map_err(|error| failed(&path, "made", &error))?;
-        if is_preallocated(disk) {
+        if is_preallocated(disk) && room_after(disk, &entry) == 0 {
             home.allocate(disk.disk, &file, 0..length)?;
         }
         let sums = opened.backups.scratch(entry.length)?;
         let to_read = opened.to_read(&entry, entry.length, (&file, Volume::Raw), Some(&sums))?;
-        Ok(Part { to_read, file, sums, entry })
+        Ok((to_read, Part { file, sums, entry }))
     }
 
-    /// Has a filter fill the new image of a disk, and opens it.
+    /// Has a filter fill the new image of a disk.
     async fn fill(
-        self: Arc<Self>,
-        opened: &Arc<Opened>,
+        &self,
+        to_read: filter::Disk,
         at: usize,
-        part: Part,
         slot: &Slot,
-        progress: impl Fn(u64, u64) + Send + Sync,
+        progress: impl Fn(u64, u64) + Send,
     ) -> Result<(), Problem> {
-        let Part { to_read, mut file, sums, entry } = part;
         let home = Home::of(&self.disks[at].datastore, self.spec.vm)?;
         let datastore = home.datastore().to_owned();
         let explain = |message| full_or_internal(&datastore, message);
-        exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain).await?;
-        let all = Arc::clone(opened);
-        let end = move || {
-            all.compare(&entry, &sums)?;
-            let disk = &self.disks[at];
-            self.unlock(disk, &entry, &mut file)?;
-            let (here, encrypted) = (&disk.datastore, is_encrypted(&entry.facts));
-            Noted { here, vm: self.spec.vm, disk: disk.disk, encrypted }.note(&file);
-            file.sync_all().map_err(internal)?;
-            if let Some(state) = tpm::read(&all, &entry)? {
-                let path = home.restored_tpm(disk.disk, self.task);
-                let written = atomic_file::write(&path, &state, atomic_file::PRIVATE);
-                written.map_err(|error| failed(&path, "written", &error))?;
-            }
-            // With this name it is whole.
-            let (from, to) = (home.restoring(disk.disk), home.restored(disk.disk, self.task));
-            std::fs::rename(&from, &to)
-                .and_then(|()| atomic_file::flush_directory_of(&to))
-                .map_err(|error| failed(&from, "renamed", &error))
-        };
-        spawn_blocking(end).await.map_err(internal)?
+        let filled = exporting::run(self.spec.vm, to_read, &self.builder, slot, progress, explain);
+        filled.await.map(drop)
+    }
+
+    /// The image of a disk, filled, which has its room to get.
+    fn room(&self, at: usize, part: &Part) -> Result<preallocation::Room, Problem> {
+        let disk = &self.disks[at];
+        let home = Home::of(&disk.datastore, self.spec.vm)?;
+        let image = part.file.try_clone().map_err(internal)?;
+        Ok(preallocation::Room { home, disk: disk.disk, image })
+    }
+
+    /// Opens the new image of a disk, flushes it and gives it its name.
+    fn finish(&self, opened: &Opened, at: usize, part: Part) -> Result<(), Problem> {
+        let Part { mut file, entry, .. } = part;
+        let disk = &self.disks[at];
+        let home = Home::of(&disk.datastore, self.spec.vm)?;
+        self.unlock(disk, &entry, &mut file)?;
+        let (here, encrypted) = (&disk.datastore, is_encrypted(&entry.facts));
+        Noted { here, vm: self.spec.vm, disk: disk.disk, encrypted }.note(&file);
+        file.sync_all().map_err(internal)?;
+        if let Some(state) = tpm::read(opened, &entry)? {
+            let path = home.restored_tpm(disk.disk, self.task);
+            let written = atomic_file::write(&path, &state, atomic_file::PRIVATE);
+            written.map_err(|error| failed(&path, "written", &error))?;
+        }
+        // With this name it is whole.
+        let (from, to) = (home.restoring(disk.disk), home.restored(disk.disk, self.task));
+        std::fs::rename(&from, &to)
+            .and_then(|()| atomic_file::flush_directory_of(&to))
+            .map_err(|error| failed(&from, "renamed", &error))
     }
 
     /// Opens an image with its key, and has the VM's key open it alone.
@@ -313,6 +361,16 @@ impl Restoring {
         let opens = vmseal_luks::open(&*file, &made, kek, &context);
         opens.map(drop).map_err(|error| header_problem(&disk.name, &error))
     }
+}
+
+fn cancelled() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the restore was cancelled")
+}
+
+/// How many bytes of a new image get their room after the data is there, step by step; none where they have it before, or are to have none.
+fn room_after(disk: &DiskSpec, entry: &BackedUpDisk) -> u64 {
+    let is_written = preallocation::is_written(&disk.datastore.location, disk);
+    if is_written { data_offset(&entry.facts) + disk.size } else { 0 }
 }
 
 /// Overwrites the first `length` bytes of a file with zeroes.
@@ -386,7 +444,39 @@ pub fn discard_restored(spec: &VmSpec, disks: &[DiskSpec]) -> Result<(), Problem
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, DiskFacts};
+    use vmseal_api::transfer::ImageFormat;
+
     use super::*;
+
+    #[test]
+    fn an_image_on_a_pool_gets_its_room_when_the_data_is_there() {
+        let thick =
+            DiskSpec { allocation: Allocation::Preallocated, ..crate::rules::tests::disk("data") };
+        let thin = DiskSpec { allocation: Allocation::Thin, ..thick.clone() };
+        let entry = BackedUpDisk {
+            disk: thick.disk,
+            name: "data".to_owned(),
+            file: "data.raw".to_owned(),
+            format: ImageFormat::Raw,
+            // The disk has grown since.
+            length: thick.size / 2,
+            bytes: 0,
+            facts: DiskFacts::Raw,
+            sums: "data.sums".to_owned(),
+            sums_sha256: String::new(),
+            tpm: None,
+        };
+        let on_a_pool = |disk: &DiskSpec| {
+            let (path, pool) = ("/ceph".into(), Box::new(crate::storage::pool::tests::pool()));
+            let location = DatastoreLocation::Rbd { path, pool };
+            let datastore = DatastoreSpec { location, ..disk.datastore.clone() };
+            DiskSpec { datastore, ..disk.clone() }
+        };
+        assert_eq!(room_after(&on_a_pool(&thick), &entry), thick.size);
+        assert_eq!(room_after(&on_a_pool(&thin), &entry), 0);
+        assert_eq!(room_after(&thick, &entry), 0, "it has it before in a directory");
+    }
 
     #[test]
     fn a_header_is_wiped_and_nothing_else() {

@@ -143,6 +143,37 @@ async fn the_making_of_a_preallocated_disk_shows_how_far_it_is_and_can_be_ended(
     assert_eq!(ended.unwrap_err().code, ErrorCode::Cancelled);
 }
 
+#[test]
+fn a_disk_that_will_be_written_has_no_more_room_ahead_on_a_pool_than_its_header() {
+    const SIZE: u64 = 8 << 20;
+    // File systems count some blocks of their own.
+    const SLACK: u64 = 1 << 20;
+    let bench = bench();
+    let directory = bench.spec.disk_at(0).unwrap().datastore.location.clone();
+    let path = directory.path().to_owned();
+    let pool = Box::new(crate::storage::pool::tests::pool());
+    let ceph = DatastoreLocation::Rbd { path, pool };
+    let begun = |index, role, size, location: &DatastoreLocation| {
+        let known = bench.spec.disk_at(index).unwrap();
+        let home = Home::of(&known.datastore, bench.spec.vm).unwrap();
+        let datastore = DatastoreSpec { location: location.clone(), ..known.datastore.clone() };
+        let (disk, allocation) = (DiskId::new(), Allocation::Preallocated);
+        let disk = DiskSpec { disk, datastore, allocation, role, size, ..known.clone() };
+        let (file, ..) = begin_empty(&bench.spec, &disk, Some(&bench.kek), &home).unwrap();
+        file.sync_all().unwrap();
+        file.metadata().unwrap().blocks() * 512
+    };
+    for (index, header) in [(0, vmseal_luks::DATA_OFFSET), (1, 0)] {
+        let taken = begun(index, DiskRole::Data, SIZE, &directory);
+        assert!(taken >= header + SIZE, "{taken} in a directory");
+        let taken = begun(index, DiskRole::Data, SIZE, &ceph);
+        assert!((header..header + SLACK).contains(&taken), "{taken} on a pool");
+    }
+    // Nothing is written to that of a TPM.
+    let taken = begun(0, DiskRole::Tpm, TPM_DISK_SIZE, &ceph);
+    assert!(taken >= vmseal_luks::DATA_OFFSET + TPM_DISK_SIZE, "{taken} of a TPM");
+}
+
 #[tokio::test]
 async fn a_defect_of_a_disk_is_reported_and_nothing_is_written() {
     let mut bench = bench();

@@ -50,22 +50,6 @@ fn bench() -> Bench {
     bench
 }
 
-#[test]
-fn the_room_of_a_copy_on_a_pool_is_taken_as_it_is_copied() {
-    let (path, pool) = (PathBuf::from("/ceph"), Box::new(crate::storage::pool::tests::pool()));
-    let (header, length) = (16 << 20, 1 << 40);
-    let directory = DatastoreLocation::Dir { path: path.clone() };
-    let ceph = DatastoreLocation::Rbd { path, pool };
-    assert_eq!(taken_ahead(&directory, header, length), length);
-    assert_eq!(taken_ahead(&ceph, header, length), header);
-    // What is copied file by file is as sparse as it was, so its room is taken before.
-    let thick =
-        DiskSpec { allocation: Allocation::Preallocated, ..crate::rules::tests::disk("data") };
-    let thin = DiskSpec { allocation: Allocation::Thin, ..thick.clone() };
-    assert!(tree::takes_room(&ceph, &thick));
-    assert!(!tree::takes_room(&ceph, &thin) && !tree::takes_room(&directory, &thick));
-}
-
 impl Bench {
     fn disk(&self) -> &DiskSpec {
         self.spec.disk_at(0).unwrap()

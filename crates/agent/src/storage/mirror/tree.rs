@@ -12,8 +12,7 @@
 use std::fs::File;
 
 use vmseal_api::filter::Direct;
-use vmseal_api::host::{DatastoreLocation, DiskFacts, DiskSpec, VmSpec};
-use vmseal_api::id::DiskId;
+use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
@@ -27,19 +26,12 @@ use crate::storage::home::{Beside, Home};
 use crate::storage::layers::{self, CopiedLayers, Layer, NextCopy};
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::opening::{self, Open, data_offset};
-
-/// How much room of a pool is taken at a time, in bytes: progress is shown, and a stop noticed, after each of these.
-const ROOM_STEP: u64 = 64 << 20;
-
-/// Whether the image of a copy with layers gets its room before it is copied. In a directory it got that when it was made.
-pub(super) fn takes_room(location: &DatastoreLocation, disk: &DiskSpec) -> bool {
-    is_preallocated(disk) && matches!(location, DatastoreLocation::Rbd { .. })
-}
+use crate::storage::preallocation;
 
 /// How many steps it takes to get the room of a copy, as files are counted.
 fn room_steps(mirror: &Mirror, disk: &DiskSpec) -> usize {
     let place = mirror.note.to.as_ref().unwrap_or(&disk.datastore);
-    usize::from(mirror.note.layers && takes_room(&place.location, disk))
+    usize::from(mirror.note.layers && preallocation::is_written(&place.location, disk))
 }
 
 /// The layers of a disk and of its copy; none where the disk has none, or has pivoted.
@@ -133,9 +125,7 @@ impl FileBeside {
 
 /// The image of a copy, which has its room to get before it is copied.
 pub struct Room {
-    home: Home,
-    disk: DiskId,
-    image: File,
+    room: preallocation::Room,
     /// How many files were copied before, and how many are to be copied in all.
     place: (usize, usize),
 }
@@ -157,7 +147,8 @@ pub fn next_room(spec: &VmSpec, disk: &DiskSpec) -> Result<Option<Room>, Problem
     let home = mirror.target()?;
     let image = open_image(&home, disk, Access::Write)?;
     let place = (beside + done, beside + room + files);
-    Ok(Some(Room { home, disk: disk.disk, image, place }))
+    let room = preallocation::Room { home, disk: disk.disk, image };
+    Ok(Some(Room { room, place }))
 }
 
 impl Room {
@@ -172,16 +163,7 @@ impl Room {
     /// # Errors
     /// `no-space`; `cancelled` when the gate is closed.
     pub fn take(&self, gate: &Gate, show: impl Fn(u64, u64)) -> Result<(), Problem> {
-        let total = self.image.metadata().map_err(internal)?.len();
-        let mut done = 0;
-        while done < total {
-            let part = done..total.min(done + ROOM_STEP);
-            gate.pass(part.end - part.start)?;
-            done = part.end;
-            self.home.allocate(self.disk, &self.image, part)?;
-            show(done, total);
-        }
-        Ok(())
+        self.room.take(gate, show)
     }
 }
 
@@ -312,42 +294,4 @@ pub fn finish(spec: &VmSpec, disk: &DiskSpec) -> Result<(), Problem> {
     let metadata = path.metadata().map_err(|error| failed(&path, "read", &error))?;
     layers.finish(metadata.len())?;
     home.remove_note(&home.merge_lock(disk.disk))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::RefCell;
-    use std::os::unix::fs::MetadataExt;
-
-    use vmseal_api::host::DatastoreSpec;
-    use vmseal_api::id::{DatastoreId, VmId};
-    use vmseal_api::pace::CopyPace;
-
-    use super::*;
-    use crate::storage::datastore;
-
-    #[test]
-    fn room_is_taken_step_by_step_as_far_as_it_is_not_stopped() {
-        let directory = tempfile::tempdir().unwrap();
-        let location = DatastoreLocation::Dir { path: directory.path().to_owned() };
-        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
-        datastore::probe(&place).unwrap();
-        let home = Home::of(&place, VmId::new()).unwrap();
-        let image = tempfile::tempfile_in(directory.path()).unwrap();
-        let total = ROOM_STEP + 4096;
-        image.set_len(total).unwrap();
-        let room = Room { home, disk: DiskId::new(), image, place: (1, 4) };
-        let taken = || room.image.metadata().unwrap().blocks() * 512;
-        let gate = Gate::new(CopyPace::default());
-        // It is closed after the first step.
-        let stopped = room.take(&gate, |_, _| gate.close()).unwrap_err();
-        assert_eq!(stopped.code, ErrorCode::Cancelled, "{stopped}");
-        assert!(taken() >= ROOM_STEP, "{}", taken());
-        // Another attempt begins anew, and keeps what there is.
-        let shown = RefCell::new(Vec::new());
-        let gate = Gate::new(CopyPace::default());
-        room.take(&gate, |done, all| shown.borrow_mut().push((done, all))).unwrap();
-        assert_eq!(shown.into_inner(), [(ROOM_STEP, total), (total, total)]);
-        assert!(taken() >= total, "{}", taken());
-    }
 }

@@ -39,11 +39,16 @@ fn disk_id() -> DiskId {
 }
 
 /// Three files.
-struct Files(tempfile::TempDir);
+struct Files {
+    directory: tempfile::TempDir,
+    /// Whether the replica never gives room back.
+    keeps_room: bool,
+}
 
 impl Files {
     fn new() -> Self {
-        let files = Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let files = Self { directory, keeps_room: false };
         files.make("image", SIZE);
         files.make("replica", OFFSET + SIZE);
         files.make("map", 0);
@@ -51,7 +56,7 @@ impl Files {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+        self.directory.path().join(name)
     }
 
     fn make(&self, name: &str, length: u64) {
@@ -85,7 +90,7 @@ impl Files {
         handles: &mut Handles,
     ) -> Result<OpenedReplica, StartError> {
         let (offset, direct) = (OFFSET, Direct::Auto);
-        let (keeps_room, channel) = (false, None);
+        let (keeps_room, channel) = (self.keeps_room, None);
         let backend = BackendSpec::File { file, offset, direct, keeps_room, channel };
         let to = StackSpec { chain: vec![], backend };
         let spec = ReplicateSpec { to, map, bytes_per_second: u64::MAX };
@@ -192,6 +197,19 @@ fn the_threads_copy_what_is_written_keep_holes_and_leave_when_told() {
     // The next process has nothing to copy.
     drop((chain, disk, replicate));
     assert_eq!(files.open().1.status().dirty_bytes, 0);
+}
+
+/// Copies of preallocated disks on pools, and those at other hosts, get their room by that alone.
+#[test]
+fn a_copy_that_keeps_its_room_has_all_of_it_when_it_is_whole() {
+    let files = Files { keeps_room: true, ..Files::new() };
+    // One of its chunks has data, and zeroes beside it; all others are holes.
+    files.file("image").write_all_at(&[7; 4096], 1 << 20).unwrap();
+    let (_disk, replicate, mut copier) = files.open();
+    copy_all(&replicate, &mut copier);
+    assert!(files.is_equal());
+    let taken = files.path("replica").metadata().unwrap().blocks() * 512;
+    assert!(taken >= SIZE, "{taken} of {SIZE} bytes have room");
 }
 
 #[test]
