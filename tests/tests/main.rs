@@ -10,6 +10,7 @@ mod ceph_client;
 mod ceph_datastore;
 mod ceph_evacuation;
 mod ceph_files;
+mod ceph_machines;
 mod ceph_migration;
 mod ceph_osds;
 mod ceph_stall;
