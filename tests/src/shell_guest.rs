@@ -30,10 +30,28 @@ pub fn redis_image() -> anyhow::Result<PathBuf> {
 }
 
 /// Starts an agent in the guest, to be typed there. It says what is in `/answer` of the guest's addresses, and nothing at all before
-/// that is there.
+/// that is there. Its file systems count as frozen while `/frozen` is there. While `/silent` is there, it does not answer once it has
+/// frozen them, and while `/stuck` is there, it refuses to thaw them.
 pub const AGENT: &str = r#"insmod /virtio_console.ko
 until [ -e /dev/vport* ]; do sleep 0.2; done
 cat >/agent <<'END'
+freeze() {
+    [ -e /frozen ] && { echo '{"error": {"desc": "it is frozen"}}'; return; }
+    : >/frozen
+    echo "FROZEN-$((6 * 7))" >&2
+    while [ -e /silent ]; do sleep 0.1; done
+    echo '{"return": 1}'
+}
+thaw() {
+    [ -e /stuck ] && { echo '{"error": {"desc": "it is stuck"}}'; return; }
+    [ -e /frozen ] && count=1 || count=0
+    rm -f /frozen
+    echo "{\"return\": $count}"
+}
+status() {
+    [ -e /frozen ] && state=frozen || state=thawed
+    echo "{\"return\": \"$state\"}"
+}
 exec 3<>$(echo /dev/vport*)
 while true; do
     while read -r line <&3; do
@@ -41,6 +59,9 @@ while true; do
         case $line in
             *guest-sync*) id=${line#*\"id\":}; printf '\377{"return": %s}\n' "${id%%\}*}" >&3 ;;
             *guest-network*) cat /answer >&3 ;;
+            *fsfreeze-status*) status >&3 ;;
+            *fsfreeze-freeze*) freeze >&3 ;;
+            *fsfreeze-thaw*) thaw >&3 ;;
             *) echo '{"return": {}}' >&3 ;;
         esac
     done

@@ -32,6 +32,7 @@ mod filter_and_migration;
 mod filter_program;
 mod firmware;
 mod first_boot;
+mod frozen_guests;
 mod guest_addresses;
 mod held_steps;
 mod held_steps_at_rest;

@@ -8,11 +8,15 @@
 //!
 //! Commands are people's, and wait for each other. A question is vmseal's own: it begins only while there is no command, and
 //! one that comes ends it.
+//!
+//! A freeze for a snapshot is vmseal's own, too, and so is its thaw. While these are not ended, freezing is reserved: an operator's
+//! freeze is refused, so that vmseal never thaws what an operator has frozen.
 
 mod interfaces;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use base64::Engine;
@@ -20,7 +24,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
-use tokio::sync::{Mutex, watch};
+use tokio::sync::{Mutex, MutexGuard, watch};
 use tokio::time::{Instant, sleep, timeout};
 use vmseal_api::guest::{GuestAnswer, GuestCommand, OUTPUT_MAX};
 use vmseal_api::nic::MacAddress;
@@ -43,6 +47,9 @@ const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest that one of its commands may take: a freeze flushes the guest's file systems.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(40);
 
+/// The longest that it may take to say whether file systems are frozen: it looks at nothing but a note of its own for that.
+const STATUS_TIMEOUT: Duration = SYNC_TIMEOUT;
+
 /// How long a command waits for the one before it.
 const TURN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -59,6 +66,15 @@ const LINE_MAX: usize = 4 * 1024 * 1024;
 /// of its interfaces, of which one with containers has hundreds.
 const QUESTION_BYTES_MAX: usize = 512 * 1024;
 
+/// What has it flush its file systems and write to none of them.
+const FREEZE: &str = "guest-fsfreeze-freeze";
+
+/// What has it write to them again.
+const THAW: &str = "guest-fsfreeze-thaw";
+
+/// What it says whether they are frozen to; it answers this also while they are.
+const STATUS: &str = "guest-fsfreeze-status";
+
 /// What begins an answer after a synchronisation, and has an agent drop half a line.
 const SENTINEL: u8 = 0xff;
 
@@ -71,6 +87,8 @@ pub struct GuestAgent {
     turn: Arc<Mutex<()>>,
     /// How many commands are executed or wait.
     commands: Arc<watch::Sender<usize>>,
+    /// Whether freezing is reserved for vmseal itself.
+    reserved: Arc<AtomicBool>,
 }
 
 /// A command that is executed or waits.
@@ -93,7 +111,8 @@ impl GuestAgent {
     /// The agent behind this socket of QEMU's.
     #[must_use]
     pub fn at(vm: &str, socket: PathBuf) -> Self {
-        Self { vm: vm.to_owned(), socket, turn: Arc::default(), commands: Arc::default() }
+        let (turn, commands, reserved) = (Arc::default(), Arc::default(), Arc::default());
+        Self { vm: vm.to_owned(), socket, turn, commands, reserved }
     }
 
     /// The same for a VM that may have got another name since it was started.
@@ -102,17 +121,20 @@ impl GuestAgent {
         Self { vm: vm.to_owned(), ..self }
     }
 
-    /// Asks it.
+    /// Asks it for an operator.
     ///
     /// # Errors
     /// `unreachable` where no agent answers; `limit-exceeded` where a program takes too long or says too much;
-    /// `timed-out` where it is not known whether a command was done; `in-use` while another one is being executed;
-    /// `unsupported` for a VM that has no such port; what the agent refuses.
+    /// `timed-out` where it is not known whether a command was done; `in-use` while another one is being executed, and for a freeze
+    /// while freezing is reserved; `unsupported` for a VM that has no such port; what the agent refuses.
     pub async fn ask(&self, command: GuestCommand) -> Result<GuestAnswer, Problem> {
         let _counted = Counted::new(&self.commands);
-        let Ok(_turn) = timeout(TURN_TIMEOUT, self.turn.lock()).await else {
-            return Err(self.in_use());
-        };
+        let _turn = self.take_turn().await?;
+        // With the turn: who reserves it and then asks whether file systems are frozen hears of a freeze that was before.
+        if command == GuestCommand::Freeze && self.reserved.load(Ordering::SeqCst) {
+            let what = "has its file systems frozen for a snapshot, or not thawed yet after one: wait, or thaw them (vmseal vm guest fsthaw)";
+            return Err(self.problem(ErrorCode::InUse, what));
+        }
         let mut talk = self.connect(usize::MAX).await?;
         match command {
             GuestCommand::Ping => {
@@ -123,14 +145,60 @@ impl GuestAgent {
                 talk.run(&path, &arguments, Duration::from_secs(seconds.into())).await
             }
             GuestCommand::Freeze => {
-                let count = talk.execute("guest-fsfreeze-freeze", Value::Null).await?;
+                let count = talk.execute(FREEZE, Value::Null).await?;
                 Ok(GuestAnswer::Frozen { file_systems: count.as_u64().unwrap_or(0) })
             }
             GuestCommand::Thaw => {
-                let count = talk.execute("guest-fsfreeze-thaw", Value::Null).await?;
+                let count = talk.execute(THAW, Value::Null).await?;
                 Ok(GuestAnswer::Thawed { file_systems: count.as_u64().unwrap_or(0) })
             }
         }
+    }
+
+    /// Reserves freezing for vmseal itself, or lets operators freeze again.
+    pub fn reserve_freezing(&self, reserved: bool) {
+        self.reserved.store(reserved, Ordering::SeqCst);
+    }
+
+    /// Asks whether its file systems are frozen.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn is_frozen(&self) -> Result<bool, Problem> {
+        let _counted = Counted::new(&self.commands);
+        let _turn = self.take_turn().await?;
+        let mut talk = self.connect(usize::MAX).await?;
+        talk.is_frozen().await
+    }
+
+    /// Freezes its file systems for vmseal itself, which has reserved that.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn freeze(&self) -> Result<(), Problem> {
+        let _counted = Counted::new(&self.commands);
+        let _turn = self.take_turn().await?;
+        let mut talk = self.connect(usize::MAX).await?;
+        talk.execute(FREEZE, Value::Null).await.map(drop)
+    }
+
+    /// Thaws its file systems, if they are frozen. Returns whether they were.
+    ///
+    /// # Errors
+    /// As [`Self::ask`].
+    pub async fn thaw(&self) -> Result<bool, Problem> {
+        let _counted = Counted::new(&self.commands);
+        let _turn = self.take_turn().await?;
+        let mut talk = self.connect(usize::MAX).await?;
+        let frozen = match talk.is_frozen().await {
+            // It does not tell. What is not frozen is not harmed by a thaw.
+            Err(problem) if problem.code == ErrorCode::WrongState => true,
+            told => told?,
+        };
+        if frozen {
+            talk.execute(THAW, Value::Null).await?;
+        }
+        Ok(frozen)
     }
 
     /// Asks which addresses these cards of its VM have: what it says, in the order of use.
@@ -154,6 +222,10 @@ impl GuestAgent {
                 Err(self.problem(ErrorCode::TimedOut, &what))
             }),
         }
+    }
+
+    async fn take_turn(&self) -> Result<MutexGuard<'_, ()>, Problem> {
+        timeout(TURN_TIMEOUT, self.turn.lock()).await.map_err(|_| self.in_use())
     }
 
     /// Waits until there is a command.
@@ -269,14 +341,36 @@ impl Talk<'_> {
     }
 
     async fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Problem> {
-        let answered = timeout(COMMAND_TIMEOUT, async {
+        self.execute_within(COMMAND_TIMEOUT, command, arguments).await
+    }
+
+    /// Asks whether file systems are frozen.
+    async fn is_frozen(&mut self) -> Result<bool, Problem> {
+        let told = self.execute_within(STATUS_TIMEOUT, STATUS, Value::Null).await?;
+        match told.as_str() {
+            Some("frozen") => Ok(true),
+            Some("thawed") => Ok(false),
+            _ => {
+                let what = "does not say whether its file systems are frozen";
+                Err(self.agent.problem(ErrorCode::Unreachable, what))
+            }
+        }
+    }
+
+    async fn execute_within(
+        &mut self,
+        limit: Duration,
+        command: &str,
+        arguments: Value,
+    ) -> Result<Value, Problem> {
+        let answered = timeout(limit, async {
             self.send(&[], command, arguments).await?;
             self.until(b'\n').await
         });
         let Ok(line) = answered.await else {
             let what = format!(
                 "has not answered {command} within {} s; whether it was done is not known",
-                COMMAND_TIMEOUT.as_secs()
+                limit.as_secs()
             );
             return Err(self.agent.problem(ErrorCode::TimedOut, &what));
         };
@@ -448,6 +542,67 @@ mod tests {
         let _silent = UnixListener::bind(socket).unwrap();
         let silent = agent.ask(GuestCommand::Ping).await.unwrap_err();
         assert!(silent.detail.contains("qemu-guest-agent"), "{silent}");
+    }
+
+    /// An agent that has file systems, and whether they are frozen.
+    fn with_file_systems() -> (tempfile::TempDir, GuestAgent, Arc<AtomicBool>) {
+        let frozen = Arc::new(AtomicBool::new(false));
+        let state = Arc::clone(&frozen);
+        let (directory, agent) = guest(move |command, _| {
+            let is_frozen = state.load(Ordering::SeqCst);
+            let answer = match command {
+                STATUS => json!({"return": if is_frozen { "frozen" } else { "thawed" }}),
+                FREEZE if is_frozen => json!({"error": {"desc": "disabled: it is frozen"}}),
+                FREEZE | THAW => {
+                    state.store(command == FREEZE, Ordering::SeqCst);
+                    json!({"return": 1})
+                }
+                _ => json!({"return": {}}),
+            };
+            Some(answer.to_string())
+        });
+        (directory, agent, frozen)
+    }
+
+    #[tokio::test]
+    async fn what_is_thawed_is_what_the_guest_says_to_be_frozen() {
+        let (_directory, agent, frozen) = with_file_systems();
+        assert!(!agent.is_frozen().await.unwrap());
+        assert!(!agent.thaw().await.unwrap(), "nothing was frozen");
+        agent.freeze().await.unwrap();
+        assert!(agent.is_frozen().await.unwrap());
+        assert_eq!(agent.freeze().await.unwrap_err().code, ErrorCode::WrongState);
+        assert!(agent.thaw().await.unwrap());
+        assert!(!frozen.load(Ordering::SeqCst));
+
+        // One that does not tell is thawed, and one that says anything else is asked again.
+        let (_directory, agent) = guest(|command, _| {
+            let answer = match command {
+                STATUS => json!({"error": {"desc": "no such command"}}),
+                _ => json!({"return": 0}),
+            };
+            Some(answer.to_string())
+        });
+        assert!(agent.thaw().await.unwrap());
+        let (_directory, agent) = guest(|_, _| Some(r#"{"return": "molten"}"#.to_owned()));
+        let refused = agent.thaw().await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Unreachable, "{refused}");
+    }
+
+    #[tokio::test]
+    async fn an_operator_freezes_nothing_while_that_is_reserved_and_may_thaw() {
+        let (_directory, agent, frozen) = with_file_systems();
+        let of_operator = agent.clone().called("other");
+        agent.reserve_freezing(true);
+        let refused = of_operator.ask(GuestCommand::Freeze).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::InUse, "{refused}");
+        assert!(!frozen.load(Ordering::SeqCst));
+        agent.freeze().await.unwrap();
+        let thawed = of_operator.ask(GuestCommand::Thaw).await.unwrap();
+        assert_eq!(thawed, GuestAnswer::Thawed { file_systems: 1 });
+        agent.reserve_freezing(false);
+        of_operator.ask(GuestCommand::Freeze).await.unwrap();
+        assert!(frozen.load(Ordering::SeqCst));
     }
 
     #[tokio::test]

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use vmseal_api::host::{Attachment, Device, NicState, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 
@@ -47,6 +48,9 @@ pub struct Live {
     /// Whether its network cards have ROMs though its boot order has no network: it was started so once. QEMU takes no memory of such a
     /// guest where the cards have none.
     pub card_roms: bool,
+    /// Since when the guest's file systems may be frozen for a snapshot: on record before the guest is asked for that, and until it has
+    /// thawed them. What an operator freezes is not on record.
+    pub frozen: Option<Timestamp>,
 }
 
 /// How QEMU has a disk.
@@ -111,6 +115,7 @@ impl Live {
             lease: None,
             memory_padding: 0,
             card_roms: false,
+            frozen: None,
         }
     }
 

@@ -12,6 +12,7 @@ mod panics;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::datastore::RbdPool;
 use vmseal_api::dump::Panic;
@@ -213,6 +214,9 @@ struct Version5 {
     /// Whether its network cards have ROMs though its boot order has no network.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     card_roms: bool,
+    /// Since when the guest's file systems may be frozen for a snapshot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    frozen: Option<Timestamp>,
 }
 
 /// A VM, in records of VMs that run.
@@ -405,6 +409,7 @@ impl Record {
                     lease: record.lease,
                     memory_padding: record.memory_padding.unwrap_or(0),
                     card_roms: record.card_roms,
+                    frozen: record.frozen,
                 };
                 let hardware = record.hardware.into();
                 let spec = VmSpec { hardware, ..record.vm.into() };
@@ -444,6 +449,7 @@ impl Record {
             lease: live.lease,
             memory_padding: (live.memory_padding > 0).then_some(live.memory_padding),
             card_roms: live.card_roms,
+            frozen: live.frozen,
         })
     }
 

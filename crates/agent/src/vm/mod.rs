@@ -60,6 +60,7 @@ mod start;
 pub(crate) mod state_store;
 mod stream;
 mod suspend;
+mod thawing;
 mod to_copy;
 mod tpm;
 mod tree_copying;

@@ -9,6 +9,7 @@ mod described;
 mod dumps;
 mod examine;
 mod exposures;
+mod freeze;
 mod grow;
 mod guest;
 mod jobs;
@@ -230,6 +231,8 @@ impl Owner {
         self.sweep_memory().await;
         self.find_panics().await;
         self.tell_received();
+        // Before the first call: what an operator freezes then would be thawed.
+        self.go_on_thawing();
         self.publish();
         let mut care = tokio::time::interval(CHECK_INTERVAL);
         care.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -342,7 +345,7 @@ impl Owner {
             State::Off | State::Starting { .. } => None,
         };
         let known = known.cloned().chain(restarted).chain(tpm).chain(self.notice_of_panics());
-        known.chain(self.notice_of_key()).collect()
+        known.chain(self.notice_of_freeze()).chain(self.notice_of_key()).collect()
     }
 
     /// Executes a call. The state is published before the answer is sent, so that a caller that has the
@@ -436,6 +439,7 @@ impl Owner {
             }
             Event::Process(ProcessEvent::PanicDumped(dumped)) => self.panic_dumped(dumped).await,
             Event::Process(ProcessEvent::Addresses) => self.note_addresses(),
+            Event::Process(ProcessEvent::Thawed(thawed)) => self.thaw_ended(thawed),
             Event::Process(ProcessEvent::QemuEnded(exit)) => self.qemu_ended(Some(exit)).await,
             Event::Process(ProcessEvent::MonitorLost) => self.qemu_ended(None).await,
             Event::ShutdownTimedOut => {
@@ -462,6 +466,7 @@ impl Owner {
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.ask_for_addresses();
+                self.go_on_thawing();
                 self.restarts.forget(Instant::now().into_std());
                 self.describe_if_left();
                 self.serve_again();
@@ -637,6 +642,7 @@ impl Owner {
                 self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
                 self.serves_sizes = true;
+                self.go_on_thawing();
                 self.go_on_copying().await;
                 self.go_on_with_merges().await;
             }

@@ -20,6 +20,7 @@ use super::sending::{Sending, SendingEvent};
 use super::service::{Service, ServiceEvent, answers};
 use super::stalled::Stalled;
 use super::suspend::Saving;
+use super::thawing::Thawing;
 use super::tpm::Tpm;
 use crate::filter::{self, Control, FilterError};
 use crate::hypervisor::console::Console;
@@ -56,6 +57,8 @@ pub struct Running {
     pub guest: GuestAgent,
     /// The addresses that its guest says it has.
     pub addresses: GuestAddresses,
+    /// The thawing of what was frozen for a snapshot and is not known to be thawed.
+    pub thawing: Thawing,
     pub control: Control,
     pub tpm: Tpm,
     /// Released when the processes are gone.
@@ -132,6 +135,8 @@ pub enum ProcessEvent {
     PanicDumped(String),
     /// The guest has said its addresses, or will not.
     Addresses,
+    /// The guest has thawed its file systems, or has not.
+    Thawed(Result<(), Problem>),
     /// QEMU reports something.
     Reported(Event),
     /// The connection to QEMU's monitor ended; QEMU ends, or must be ended.
@@ -185,6 +190,7 @@ impl Running {
             event = self.service.next() => ProcessEvent::Service(event),
             exit = self.tpm.ended() => ProcessEvent::TpmEnded(exit),
             () = self.addresses.answered() => ProcessEvent::Addresses,
+            thawed = self.thawing.ended() => ProcessEvent::Thawed(thawed),
         }
     }
 
@@ -241,6 +247,13 @@ impl Running {
         self.live.panics.over();
         self.panicked = false;
         self.qemu_end.panicked = false;
+    }
+
+    /// The guest's file systems are not frozen for a snapshot any more, or it boots again. To be put on record.
+    pub fn forget_freeze(&mut self) {
+        self.live.frozen = None;
+        self.thawing = Thawing::default();
+        self.guest.reserve_freezing(false);
     }
 
     /// Asks the guest to shut down (ACPI).

@@ -33,6 +33,7 @@ use super::running::{QemuEnd, Running};
 use super::serve::{self, Memory, Plan, filter, socket, wait_connected};
 use super::service::Service;
 use super::stream;
+use super::thawing::Thawing;
 use super::tpm::{self, Tpm};
 use super::{Shared, internal};
 use crate::filter::log_level;
@@ -207,6 +208,7 @@ pub async fn boot(
         console,
         guest: guest_of(directory, spec),
         addresses: GuestAddresses::default(),
+        thawing: Thawing::default(),
         control,
         tpm,
         slot,
@@ -434,6 +436,7 @@ pub async fn reconnect(
         console,
         guest: guest_of(directory, spec),
         addresses: GuestAddresses::default(),
+        thawing: Thawing::default(),
         control,
         tpm,
         slot,

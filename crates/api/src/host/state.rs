@@ -308,6 +308,8 @@ pub enum NoticeCode {
     TpmDied,
     /// Its guest has panicked, and was restarted or stands still.
     GuestPanicked,
+    /// Its guest's file systems may be frozen, for a snapshot, and could not be thawed.
+    GuestFrozen,
     /// The VM runs, and the agent that was started meanwhile cannot take it over.
     NotAdopted,
     /// Something that a newer agent says and this side does not know; its detail tells it.

@@ -149,6 +149,7 @@ fn of_vm(
         ("filter-restarted", NoticeCode::FilterRestarted),
         ("tpm-died", NoticeCode::TpmDied),
         ("guest-panicked", NoticeCode::GuestPanicked),
+        ("guest-frozen", NoticeCode::GuestFrozen),
         ("vm-not-adopted", NoticeCode::NotAdopted),
         ("key-differs", NoticeCode::KeyDiffers),
     ] {
@@ -217,12 +218,14 @@ mod tests {
             told,
             [(code, "web", "one; two"), (code, "web/data", "data"), (code, "web/root", "root")]
         );
-        let code = NoticeCode::KeyDiffers;
-        let notices = vec![Notice { code, ..notice(None, "it stays") }];
-        let differs = VmState { notices, ..seen.clone() };
-        let raised = of_vm(&vm, &differs, &disks, None);
-        let told: Vec<_> = raised.iter().map(|it| (it.code, it.target.as_str())).collect();
-        assert_eq!(told, [("key-differs", "web")]);
+        for (code, expected) in
+            [(NoticeCode::KeyDiffers, "key-differs"), (NoticeCode::GuestFrozen, "guest-frozen")]
+        {
+            let notices = vec![Notice { code, ..notice(None, "it stays") }];
+            let raised = of_vm(&vm, &VmState { notices, ..seen.clone() }, &disks, None);
+            let told: Vec<_> = raised.iter().map(|it| (it.code, it.target.as_str())).collect();
+            assert_eq!(told, [(expected, "web")]);
+        }
         for (reason, power, expected) in [
             (StopReason::GuestPanicked, Power::Off, &["guest-panicked"][..]),
             (StopReason::GuestPanicked, Power::Running, &[]),

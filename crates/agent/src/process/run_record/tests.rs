@@ -83,6 +83,17 @@ fn that_cards_have_roms_is_on_record_and_told_to_the_host_that_a_guest_goes_to()
 }
 
 #[test]
+fn that_file_systems_may_be_frozen_is_on_record_and_goes_with_the_guest() {
+    let mut record = Record::parse(GOLDEN_5.as_bytes()).unwrap();
+    assert_eq!(record.live.frozen, None, "an earlier version did not note it");
+    record.live.frozen = Some(Timestamp::UNIX_EPOCH);
+    let again = Record::parse(&record.to_text().unwrap()).unwrap();
+    assert_eq!(again, record);
+    // Its memory has it, wherever it goes on.
+    assert_eq!(again.live.without_lease().frozen, record.live.frozen);
+}
+
+#[test]
 fn a_record_from_before_disks_had_limits_is_read() {
     let mut old: serde_json::Value = serde_json::from_str(GOLDEN_1).unwrap();
     for field in ["limits", "cache", "replica", "allocation"] {

@@ -229,6 +229,7 @@ async fn restart(running: &mut Running, spec: &VmSpec, dumped: Option<&str>) -> 
     note(running, spec);
     panicking::restart(&running.qmp).await.map_err(|error| error.to_string())?;
     running.goes_on();
+    running.forget_freeze();
     note(running, spec);
     Ok(())
 }

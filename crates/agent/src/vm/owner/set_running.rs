@@ -126,12 +126,19 @@ impl Owner {
         running.goes_on();
         running.write(&spec)?;
         // QEMU leaves a guest standing still that slept.
-        if !running.live.paused && asleep::is_asleep(&running.qmp).await.map_err(internal)? {
-            let restarted = panicking::restart(&running.qmp).await.map_err(internal);
+        let sleeps =
+            !running.live.paused && asleep::is_asleep(&running.qmp).await.map_err(internal)?;
+        let reset = match sleeps {
+            true => panicking::restart(&running.qmp).await,
+            false => running.qmp.execute("system_reset", Value::Null).await.map(drop),
+        };
+        if sleeps {
             self.note_sleep().await;
-            return restarted;
         }
-        running.qmp.execute("system_reset", Value::Null).await.map(drop).map_err(internal)
+        reset.map_err(internal)?;
+        // What it boots with was frozen by nobody.
+        self.thawed();
+        Ok(())
     }
 
     /// Registers the VM anew while it runs.
@@ -642,7 +649,7 @@ impl Owner {
 }
 
 /// Puts on record what is about to be done to the guest. Where that fails, nothing is done, and it stays as it was `before`.
-fn write_or(running: &mut Running, spec: &VmSpec, before: Live) -> Result<(), Problem> {
+pub(super) fn write_or(running: &mut Running, spec: &VmSpec, before: Live) -> Result<(), Problem> {
     running.write(spec).inspect_err(|_| {
         running.live = before;
         // What was written may be there, though it failed.

@@ -18,16 +18,15 @@ use std::time::Duration;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use uuid::Uuid;
-use vmseal_api::guest::GuestCommand;
 use vmseal_api::host::{
     DiskSpec, DropSnapshotJob, JobSpec, LAYERS_MAX, Power, RevertJob, SnapshotJob,
 };
 use vmseal_api::id::{DiskId, SnapshotId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::freeze::Thaw;
 use super::stacks::Put;
 use super::{Owner, State};
-use crate::hypervisor::plug;
 use crate::rules::exclusion::Action;
 use crate::rules::{self, find_disk};
 use crate::storage::backup::TpmToKeep;
@@ -94,11 +93,14 @@ impl Owner {
             self.keep_saved_memory(job.snapshot).await?;
         }
         let frozen = served && job.quiesce && self.freeze().await;
-        let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7())), tpm).await;
-        if frozen {
-            self.thaw().await;
+        if served && self.running().is_none() {
+            let what = "stopped while its guest was asked to freeze its file systems. Try again";
+            return Err(rules::wrong_state(&self.spec, what));
         }
-        taken.map(|()| frozen)
+        let taken = self.put_above(served, begun, Some((job.snapshot, Uuid::now_v7())), tpm).await;
+        // Somebody may have thawed them meanwhile.
+        let quiesced = frozen && self.thaw().await != Thaw::WereThawed;
+        taken.map(|()| quiesced)
     }
 
     /// Puts layers above what the disks of a guest hold that stands still, and is to go on above them.
@@ -168,33 +170,6 @@ impl Owner {
             })
         };
         spawn_blocking(check).await.map_err(internal)?
-    }
-
-    /// Freezes the guest's file systems, if its agent answers. That of a paused guest does not.
-    async fn freeze(&mut self) -> bool {
-        if self.power() == Power::Paused {
-            return false;
-        }
-        let Ok(agent) = self.guest_agent() else { return false };
-        // A guest without an agent would only be waited for.
-        let Some(running) = self.running() else { return false };
-        if !plug::guest_agent_listens(&running.qmp).await {
-            return false;
-        }
-        match agent.ask(GuestCommand::Freeze).await {
-            Ok(_) => true,
-            Err(problem) => {
-                tracing::info!(vm = %self.spec.vm, %problem, "the guest's file systems are not frozen");
-                false
-            }
-        }
-    }
-
-    async fn thaw(&mut self) {
-        let Ok(agent) = self.guest_agent() else { return };
-        if let Err(problem) = agent.ask(GuestCommand::Thaw).await {
-            tracing::error!(vm = %self.spec.vm, %problem, "the guest's file systems may still be frozen");
-        }
     }
 
     pub(super) async fn put_revert(
