@@ -361,7 +361,8 @@ async fn who_asks_for_redundancy_is_told_what_guests_risk_that_go_on() {
         warnings.iter().filter(risk).count()
     };
     let failures = |failures: u8| json!({ "failures": failures });
-    let policy = |asked: u8| json!({ "name": "new", "encryption": true, "redundancy": failures(asked) });
+    let policy =
+        |asked: u8| json!({ "name": "new", "encryption": true, "redundancy": failures(asked) });
     assert_eq!(told(Method::POST, "policies", policy(1)).await, 1);
     assert_eq!(told(Method::POST, "policies", policy(0)).await, 0);
     for (change, times) in [
