@@ -214,6 +214,7 @@ fn redundancy(bench: &CephInstallation) {
     assert!(refused.contains("3 hosts, and the cluster has 1"), "{refused}");
     let added = add("client.admin", &administrator, "1,erasure-coding,osd");
     assert!(added.status.success(), "{}", said(&added));
+    assert_eq!(said(&added).matches("lose writes that were acknowledged").count(), 1);
     let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
     assert!(shown.contains("client.admin: held by the server"), "{shown}");
     let copies = "gold: mirroring, 2 copies: outlives 1 failed osd, guests go on with 1, and";
@@ -237,6 +238,8 @@ fn redundancy(bench: &CephInstallation) {
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "3"]);
     let alarm = here.wait_alarm("web", "less-redundant").unwrap();
     assert!(alarm.contains("'gold-data'") && alarm.contains("guests go on with 0"), "{alarm}");
+    let shown = here.vmseal(&["vm", "show", "web"]).unwrap();
+    assert!(shown.contains("not compliant: redundancy"), "{shown}");
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "2"]);
     here.wait_no_alarm("web", "less-redundant").unwrap();
     here.vmseal(&["vm", "delete", "web"]).unwrap();
@@ -477,12 +480,23 @@ fn a_guest_on_ceph_goes_on_when_hosts_get_to_the_pool_by_another_way() {
     let mounted = &now["hosts"][0]["mounted"];
     assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("crc"), &json!(false)));
     assert_eq!(bench.server(), server, "it was mounted anew");
+    // A policy begins to require what the mount, and so the guest, does not have yet.
+    let asks =
+        |messenger| bench.here.vmseal(&["policy", "set", "encrypted", "--messenger", messenger]);
+    asks("secure").unwrap();
+    let alarm = bench.here.wait_alarm(VM, "messenger-not-secure").unwrap();
+    assert!(alarm.contains("still has it mounted with messenger 'crc'"), "{alarm}");
+    let told = bench.here.vmseal(&["vm", "show", VM]).unwrap();
+    assert!(told.contains("not compliant: messenger"), "{told}");
 
     tried_and_done(&bench.here, &["datastore", "remount", "ceph"]);
     bench.is_served_again(VM, server);
     let now = shown(&bench);
     let mounted = &now["hosts"][0]["mounted"];
     assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("secure"), &json!(true)));
+    bench.here.wait_no_alarm(VM, "messenger-not-secure").unwrap();
+    assert_eq!(bench.here.vm(VM).unwrap()["compliance"], json!({ "compliant": true }));
+    asks("any").unwrap();
     assert_eq!(now["hosts"][0]["mounted_key"]["current"], json!(true));
     let is_new = |bench: &CephInstallation| {
         let line = command_line(bench);

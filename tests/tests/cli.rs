@@ -415,6 +415,7 @@ fn dry_runs_change_nothing_and_watches_show_changes() {
 
     here.create_counter("vm1", "encrypted").unwrap();
     nothing_comes_of_a_dry_run(&here);
+    what_redundancy_risks_is_said_once(&here);
     list.line_with(&["added", "vm1"]);
     disks.line_with(&["added", "vm1", "disk0"]);
     list.line_with(&["changed", "vm1", "off", "ready"]);
@@ -469,6 +470,26 @@ fn dry_runs_change_nothing_and_watches_show_changes() {
     list.line_with(&["removed", "vm1"]);
     disks.line_with(&["removed", "vm1", "disk0"]);
     single.line_with(&["removed", "vm1"]);
+}
+
+/// Who chooses how many failures guests go on with is told once what they risk, on standard error.
+fn what_redundancy_risks_is_said_once(here: &Installation) {
+    let create = ["policy", "create", "risky", "--plain", "--failures-to-tolerate", "1"];
+    let set = |failures| ["policy", "set", "risky", "--failures-to-tolerate", failures];
+    for (command, dry, times) in [
+        (&create[..], &["--dry-run"][..], 1),
+        (&create, &[], 1),
+        (&set("2"), &["--dry-run"], 1),
+        (&set("2"), &[], 1),
+        (&set("0"), &[], 0),
+    ] {
+        let output = here.try_vmseal(&[command, dry].concat()).unwrap();
+        let warned = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{warned}");
+        assert_eq!(warned.matches("writes that were acknowledged").count(), times, "{warned}");
+        assert!(!String::from_utf8_lossy(&output.stdout).contains("acknowledged"));
+    }
+    here.vmseal(&["policy", "delete", "risky"]).unwrap();
 }
 
 /// Dry runs check the machines and leave nothing on them. VM `vm1` exists.

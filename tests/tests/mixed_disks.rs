@@ -108,6 +108,7 @@ fn each_disk_is_made_as_it_asks() {
     are(&here, |made| made);
     let shown = here.vm(VM).unwrap();
     assert_eq!(shown["disks_in_the_clear"], serde_json::json!(["system", "scratch"]), "{shown}");
+    assert_eq!(shown["compliance"]["compliant"], false, "{shown}");
 
     // Other processes read the same.
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();

@@ -18,6 +18,7 @@ pub mod carry;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod cloud_init;
+pub mod compliance;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;

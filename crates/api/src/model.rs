@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::compliance::Compliance;
 use crate::datastore::{DatastoreHost, Messenger};
 use crate::drain::{Drain, Maintenance, OnDrain};
 use crate::dump::{DumpFormat, DumpReason};
@@ -316,6 +317,9 @@ pub struct Vm {
     /// The disks that are in the clear though its policy encrypts, by name: they were decrypted alone, or not encrypted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks_in_the_clear: Vec<String>,
+    /// Whether its storage is as its policy requires; none where the server is of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compliance: Option<Compliance>,
     /// Its network cards, in the order in which the guest finds them.
     #[serde(default)]
     pub nics: Vec<Nic>,

@@ -205,6 +205,24 @@ impl Redundancy {
         Ok(())
     }
 
+    /// What guests risk that go on with as many failures as it names, in pools that survive no more; none where it names no failures.
+    #[must_use]
+    pub fn risk(self) -> Option<String> {
+        let failures = match self.failures {
+            0 => return None,
+            1 => "1 failure".to_owned(),
+            more => format!("{more} failures"),
+        };
+        // There is no larger number.
+        let more = match self.failures {
+            FAILURES_MAX => "",
+            _ => "choose one failure more, or ",
+        };
+        Some(format!(
+            "guests go on with {failures} (min_size). In a pool that survives no more, as those that 'vmseal datastore add --create' makes, what they write then has no second copy until the cluster has recovered: a further failure may lose writes that were acknowledged. Where that risk is too high, {more}make a pool that keeps one copy or part more"
+        ))
+    }
+
     /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`. The failure domain is an option of its own.
     #[must_use]
     pub fn to_option(self) -> String {
@@ -366,6 +384,18 @@ mod tests {
         assert!(!mirrored(1, 1).to_string().contains("second copy"));
         let compressed = PoolFacts { compression: Some("force".to_owned()), ..mirrored(3, 2) };
         assert!(compressed.to_string().contains("does nothing for ciphertext"));
+    }
+
+    #[test]
+    fn who_asks_for_failures_is_told_what_guests_risk_that_go_on_with_them() {
+        let risk = |failures| Redundancy { failures, ..Redundancy::default() }.risk();
+        assert_eq!(risk(0), None);
+        let one = risk(1).unwrap();
+        assert!(one.contains("with 1 failure (min_size)"), "{one}");
+        assert!(one.contains("lose writes") && one.contains("one failure more, or make"), "{one}");
+        let most = risk(FAILURES_MAX).unwrap();
+        assert!(most.contains("with 3 failures"), "{most}");
+        assert!(!most.contains("one failure more"), "{most}");
     }
 
     #[test]

@@ -10,7 +10,7 @@
 //! | [`remotes`] | other control planes |
 //! | [`operation`], [`tasks`] | durable tasks |
 //! | `task_alarms` | alarms about tasks that need an operator |
-//! | `osds` | whether disks are on encrypted OSDs |
+//! | `compliance` | whether the storage of VMs is as their policies require |
 //! | `stalls` | which agents have requests fail that storage does not answer |
 //! | [`backup`] | backups of the server itself |
 //! | [`retention`] | the deletion of old events |
@@ -21,6 +21,7 @@
 
 mod backoff;
 pub mod backup;
+mod compliance;
 pub mod control_plane;
 pub mod hosts;
 mod locks;

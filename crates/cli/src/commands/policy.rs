@@ -77,7 +77,8 @@ pub async fn run(
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }
-            if request.cpu_model.is_some() {
+            // What may turn out to be too much is said by plans alone.
+            if request.cpu_model.is_some() || request.redundancy.failures > 0 {
                 plan::warn(&server.try_post("policies", &request).await?);
             }
             let policy: Policy = server.post("policies", &request).await?;
@@ -150,7 +151,7 @@ async fn set(
     if options.dry_run.dry_run {
         return plan::show(output, &server.try_patch(&path, &request).await?);
     }
-    if request.cpu_model.is_some() {
+    if request.cpu_model.is_some() || request.redundancy.is_some() {
         plan::warn(&server.try_patch(&path, &request).await?);
     }
     let policy: Policy = server.patch(&path, &request).await?;

@@ -8,6 +8,7 @@ pub mod scan;
 mod table;
 
 use serde::Serialize;
+use vmseal_api::compliance::Deviation;
 use vmseal_api::host::DiskRole;
 use vmseal_api::model::{Disk, Nic, Task, Vm};
 use vmseal_api::nic::{NicLink, PortForward};
@@ -158,6 +159,23 @@ fn encrypted_at(disk: &Disk) -> String {
     disk.encrypted_at.map_or_else(String::new, |at| format!(", encrypted at: {at}"))
 }
 
+/// What of a VM is not as its policy requires.
+fn not_as_policy(vm: &Vm) -> Vec<(&'static str, String)> {
+    let line = |what: String| ("NOT AS POLICY", what);
+    match &vm.compliance {
+        Some(compliance) => {
+            let told = |it: &Deviation| line(format!("{}: {}", word(&it.requirement), it.detail));
+            compliance.deviations.iter().map(told).collect()
+        }
+        // A server of an earlier version says this alone.
+        None if vm.disks_in_the_clear.is_empty() => Vec::new(),
+        None => {
+            let disks = vm.disks_in_the_clear.join(", ");
+            vec![line(format!("disks in the clear: {disks}; policy '{}' encrypts", vm.policy))]
+        }
+    }
+}
+
 /// What `vm show` adds to the columns.
 pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
@@ -181,13 +199,7 @@ pub fn vm_details(vm: &Vm) -> Vec<(&'static str, String)> {
             ),
         ));
     }
-    if !vm.disks_in_the_clear.is_empty() {
-        let disks = vm.disks_in_the_clear.join(", ");
-        lines.push((
-            "NOT AS POLICY",
-            format!("disks in the clear: {disks}; policy '{}' encrypts", vm.policy),
-        ));
-    }
+    lines.extend(not_as_policy(vm));
     lines.extend(vm.nics.iter().map(|nic| ("NIC", nic_line(nic))));
     if let Some(stopped) = &vm.stopped {
         lines.push((
@@ -284,6 +296,46 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let said = error.to_string();
         assert!(said.contains("'colour'") && said.contains("target, state, step"), "{said}");
+    }
+
+    #[test]
+    fn a_vm_says_what_of_its_storage_is_not_as_its_policy_requires() {
+        let vm = |compliance: serde_json::Value| -> Vm {
+            serde_json::from_value(serde_json::json!({
+                "id": "11111111-1111-7111-8111-111111111111",
+                "name": "web", "host": "here", "policy": "gold", "vcpus": 1, "memory": 1 << 30,
+                "disks": [], "disks_in_the_clear": ["root"], "lifecycle": "ready",
+                "compliance": compliance,
+            }))
+            .unwrap()
+        };
+        let shown = |compliance| {
+            let vm = vm(compliance);
+            table::upright(&vm, &vm_details(&vm))
+        };
+        let line = |shown: &str, word: &str| {
+            let found = shown.lines().find(|line| line.starts_with(word));
+            found.and_then(|line| line.strip_prefix(word)).map(|rest| rest.trim().to_owned())
+        };
+        let said = shown(serde_json::json!({ "compliant": true }));
+        assert_eq!(line(&said, "COMPLIANCE:").as_deref(), Some("compliant"), "{said}");
+        assert_eq!(line(&said, "NOT AS POLICY:"), None, "{said}");
+        let deviation = |requirement: &str| {
+            serde_json::json!({
+                "requirement": requirement, "disk": "root", "datastore": "ceph", "detail": "it is so",
+            })
+        };
+        let deviations = ["osd_encryption", "messenger", "messenger"].map(deviation);
+        let said = shown(serde_json::json!({ "compliant": false, "deviations": deviations }));
+        let lacking = "not compliant: osd-encryption, messenger";
+        assert_eq!(line(&said, "COMPLIANCE:").as_deref(), Some(lacking), "{said}");
+        assert_eq!(line(&said, "NOT AS POLICY:").as_deref(), Some("osd-encryption: it is so"));
+        assert_eq!(said.matches("messenger: it is so").count(), 2, "{said}");
+        // A server of an earlier version.
+        let said = shown(serde_json::Value::Null);
+        assert_eq!(line(&said, "COMPLIANCE:").as_deref(), Some("-"), "{said}");
+        let told = "disks in the clear: root; policy 'gold' encrypts";
+        assert_eq!(line(&said, "NOT AS POLICY:").as_deref(), Some(told), "{said}");
     }
 
     #[test]

@@ -260,6 +260,7 @@ impl Row for Vm {
         more("key-id", |it| it.key.as_ref().map(|key| key.key_id.to_string()).into()),
         more("disks", |it| Cell::Number(it.disks.len() as u64)),
         more("disks-in-the-clear", |it| all(it.disks_in_the_clear.iter().cloned())),
+        more("compliance", |it| compliance(it).into()),
         more("size", |it| Cell::Bytes(it.disks.iter().map(|disk| disk.size).sum())),
         more("nics", |it| Cell::Number(it.nics.len() as u64)),
         more("addresses", |it| {
@@ -285,6 +286,16 @@ impl Row for Vm {
     fn order(&self, other: &Self) -> Ordering {
         self.name.cmp(&other.name)
     }
+}
+
+/// Whether the storage of a VM is as its policy requires, and what is not.
+fn compliance(vm: &Vm) -> Option<String> {
+    let compliance = vm.compliance.as_ref()?;
+    if compliance.compliant {
+        return Some("compliant".to_owned());
+    }
+    let lacking: Vec<_> = compliance.lacking().iter().map(word).collect();
+    Some(format!("not compliant: {}", lacking.join(", ")))
 }
 
 /// A disk, with the VM that it belongs to.

@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlx::SqliteConnection;
 use tokio::sync::watch;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::host::{DatastoreLocation, DatastoreUsage, HostAgent};
@@ -13,10 +12,11 @@ use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
 
-use super::{HostView, osds};
+use super::HostView;
+use crate::compliance;
 use crate::store::alarms::RaisedAlarm;
 use crate::store::datastores::{Datastore, OnHost};
-use crate::store::{self, Store, StoreError};
+use crate::store::{self, Store};
 
 /// How often: a guest that writes 1 GiB/s fills 10 GiB between two measurements.
 const EVERY: Duration = Duration::from_secs(10);
@@ -102,8 +102,7 @@ impl DatastoreMonitor {
         }
         let source = store::alarms::source_of_datastores(self.host);
         let mut read = self.store.read().await?;
-        raised.extend(less_redundant(&mut read, self.host).await?);
-        raised.extend(osds::alarms(&mut read, self.host).await?);
+        raised.extend(compliance::alarms(&mut read, self.host).await?);
         let new_alarms = store::alarms::differ(&mut read, &source, &raised).await?;
         drop(read);
         if !new_alarms {
@@ -168,26 +167,6 @@ fn used_percent(usage: DatastoreUsage) -> u64 {
     u64::try_from(used * 100 / u128::from(usage.capacity.max(1))).unwrap_or(100)
 }
 
-/// The alarms of a host's VMs whose disks do not outlive what their policies say, one for each VM.
-async fn less_redundant(
-    from: &mut SqliteConnection,
-    host: HostId,
-) -> Result<Vec<RaisedAlarm>, StoreError> {
-    let mut raised: Vec<RaisedAlarm> = Vec::new();
-    for disk in store::policies::protected_on(from, host).await? {
-        let Some(why) = disk.redundancy.lacking(&disk.pools) else { continue };
-        if raised.last().is_some_and(|alarm| alarm.target == disk.vm) {
-            continue;
-        }
-        let detail = format!(
-            "disk '{}' is in datastore '{}': {why}. Policy '{}' asks for {}: move the disk (vmseal vm move), or change the pool or the policy",
-            disk.disk, disk.datastore, disk.policy, disk.redundancy
-        );
-        raised.push(RaisedAlarm { code: "less-redundant", target: disk.vm, detail, reason: None });
-    }
-    Ok(raised)
-}
-
 /// Whether the free space differs enough from that in the inventory.
 fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
     known.is_none_or(|known| {
@@ -198,7 +177,7 @@ fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::datastore::SetDatastore;
+    use vmseal_api::datastore::{Messenger, SetDatastore};
     use vmseal_api::osd_encryption::{AskedOsds, OsdEncryption, OsdsUnknown, StatedOsds};
     use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
     use vmseal_api::request::{MoveVm, SetPolicy};
@@ -207,7 +186,7 @@ mod tests {
     use super::*;
     use crate::operation::Operation;
     use crate::services::caller::Caller;
-    use crate::services::{Outcome, Services, datastores as service, mirror, set_policy};
+    use crate::services::{Outcome, Services, datastores as service, mirror, remount, set_policy};
     use crate::store::policies;
     use crate::testing::Fixture;
 
@@ -431,6 +410,60 @@ mod tests {
         ask(AskedOsds::Any).await;
         watch.round().await.unwrap();
         assert!(fixture.alarms().await.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_vm_over_connections_in_the_clear_has_an_alarm_until_they_are_encrypted() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let (services, me) =
+            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+        let vm = fixture.made("web", "encrypted").await;
+        fixture.made("other", "plain").await;
+        watch.round().await.unwrap();
+        for vm in ["web", "other"] {
+            move_to_pool(&fixture, &services, vm).await;
+        }
+        fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+        let ask = async |messenger| {
+            let request = SetPolicy { messenger: Some(messenger), ..SetPolicy::default() };
+            set_policy::set(&services, &me, "encrypted", request, false).await.map(drop).unwrap();
+        };
+        let told = async || {
+            let mut read = fixture.store.read().await.unwrap();
+            store::alarms::list(&mut read).await.unwrap().pop().unwrap().detail
+        };
+
+        let raised = &["messenger-not-secure web"][..];
+        for (asked, alarms) in [
+            (Messenger::Crc, &[][..]),
+            (Messenger::Secure, raised),
+            (Messenger::Crc, &[]),
+            (Messenger::Secure, raised),
+        ] {
+            ask(asked).await;
+            watch.round().await.unwrap();
+            assert_eq!(fixture.alarms().await, alarms, "{asked:?}");
+        }
+        let said = told().await;
+        assert!(said.contains("disk 'disk0' is in datastore 'ceph'"), "{said}");
+        assert!(said.contains("hosts get to pool 'vms' with messenger 'crc'"), "{said}");
+        assert!(said.contains("policy set encrypted --messenger any"), "{said}");
+
+        // The mount, and with it what the guest uses, is as it was.
+        let secure = SetDatastore { messenger: Some(Messenger::Secure), ..SetDatastore::default() };
+        service::set(&services, &me, "ceph", secure, false).await.map(drop).unwrap();
+        watch.round().await.unwrap();
+        assert_eq!(fixture.alarms().await, raised);
+        let said = told().await;
+        assert!(said.contains("host 'here' still has it mounted with messenger 'crc'"), "{said}");
+        assert!(said.contains("vmseal datastore remount ceph --host here"), "{said}");
+
+        remount::remount(&services, &me, "ceph", "here", false).await.map(drop).unwrap();
+        watch.round().await.unwrap();
+        assert!(fixture.alarms().await.is_empty());
+        assert!(fixture.agent.runs(vm), "a guest that runs goes on");
     }
 
     #[tokio::test]

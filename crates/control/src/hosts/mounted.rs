@@ -85,6 +85,29 @@ pub(crate) async fn require_messenger_at(
     }
 }
 
+/// Why the connections of a host to a pool are open, or not known to be encrypted, and what may be done; none where they are encrypted.
+pub(crate) fn open_connections(datastore: &Datastore, host: HostId) -> Option<String> {
+    let on = datastore.on(host)?;
+    let pool = on.location.pool()?;
+    let (name, host) = (&datastore.name, &on.host_name);
+    if pool.messenger != Messenger::Secure {
+        return Some(format!(
+            "hosts get to pool '{}' with messenger 'crc'. Have them encrypt their connections (vmseal datastore set {name} --messenger secure, vmseal datastore remount {name})",
+            pool.pool
+        ));
+    }
+    let how = if is_open(on) {
+        "still has it mounted with messenger 'crc'"
+    } else if may_be_former(on) {
+        "has not said how it has it mounted"
+    } else {
+        return None;
+    };
+    Some(format!(
+        "host '{host}' {how}. Mount it anew (vmseal datastore remount {name} --host {host})"
+    ))
+}
+
 /// Whether a host has a pool mounted with open connections, as it was last told.
 pub(crate) fn is_open(on: &OnHost) -> bool {
     on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure)

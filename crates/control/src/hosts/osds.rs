@@ -10,25 +10,24 @@ use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::mounted;
-use crate::store::StoreError;
-use crate::store::alarms::RaisedAlarm;
+use crate::compliance::Datastores;
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::{Disk, DiskPart};
-use crate::store::policies::{self, OnEncryptedOsds, Policy};
+use crate::store::policies::Policy;
 
 /// A disk, or its replica, that is not, or would not be, on encrypted OSDs as its policy asks.
-pub(crate) struct Lacking {
+struct Lacking {
     /// The disk, or its replica.
-    pub part: DiskPart,
+    part: DiskPart,
     /// The datastore.
-    pub datastore: String,
+    datastore: String,
     /// What is known of the OSDs, and what may be done.
-    pub why: String,
+    why: String,
 }
 
 /// The first of these disks and their replicas that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory
 /// has no OSDs.
-pub(crate) async fn lacking(
+async fn lacking(
     from: &mut SqliteConnection,
     policy: &Policy,
     disks: &[Disk],
@@ -97,38 +96,6 @@ pub(crate) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> O
     ))
 }
 
-/// The alarms of a host's VMs that have a disk, or the replica of one, on OSDs that are not encrypted, or not known to be, though their
-/// policies require it: one for each VM, whether it runs or not.
-pub(crate) async fn alarms(
-    from: &mut SqliteConnection,
-    host: HostId,
-) -> Result<Vec<RaisedAlarm>, StoreError> {
-    let placed = policies::on_encrypted_osds(from, host).await?;
-    // Most hosts have no such VM.
-    if placed.is_empty() {
-        return Ok(Vec::new());
-    }
-    let here = datastores::of_host(from, host).await?;
-    let mut raised: Vec<RaisedAlarm> = Vec::new();
-    for OnEncryptedOsds { vm, part, datastore, policy } in placed {
-        if raised.last().is_some_and(|alarm| alarm.target == vm) {
-            continue;
-        }
-        let Some(datastore) = here.iter().find(|known| known.id == datastore) else { continue };
-        let pool = datastore.on(host).and_then(|on| on.location.pool());
-        let facts = datastore.osds.facts;
-        let Some(why) = pool.and_then(|pool| facts.lacking(&datastore.name, pool)) else {
-            continue;
-        };
-        let (name, elsewhere) = (&datastore.name, part.elsewhere(&policy));
-        let detail = format!(
-            "{part} is in datastore '{name}', and policy '{policy}' requires encrypted OSDs: {why}. Otherwise {elsewhere}, or change the policy (vmseal policy set {policy} --osd-encryption any). A guest that runs goes on; the VM does not start again until then"
-        );
-        raised.push(RaisedAlarm { code: "osd-not-encrypted", target: vm, detail, reason: None });
-    }
-    Ok(raised)
-}
-
 /// The datastores of those of these disks that are in pools.
 pub(crate) fn in_pools(disks: &[Disk]) -> HashMap<DiskId, DatastoreId> {
     let in_pools = disks.iter().filter(|disk| disk.datastore.location.pool().is_some());
@@ -136,14 +103,10 @@ pub(crate) fn in_pools(disks: &[Disk]) -> HashMap<DiskId, DatastoreId> {
 }
 
 /// Says of each disk of a VM where it is encrypted.
-pub(crate) fn tell(
-    vm: &mut Vm,
-    in_pools: &HashMap<DiskId, DatastoreId>,
-    known: &HashMap<DatastoreId, OsdFacts>,
-) {
+pub(crate) fn tell(vm: &mut Vm, in_pools: &HashMap<DiskId, DatastoreId>, known: &Datastores) {
     for disk in &mut vm.disks {
         let osds = match in_pools.get(&disk.id) {
-            Some(datastore) => known.get(datastore).and_then(OsdFacts::known),
+            Some(datastore) => known.get(datastore).and_then(|it| it.osds.facts.known()),
             None => Some(false),
         };
         disk.encrypted_at = Some(EncryptionPlace::of(disk.encrypted, osds));

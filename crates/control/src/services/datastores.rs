@@ -209,8 +209,9 @@ fn with_new_pools(request: &AddDatastore, pool: &RbdPool) -> Plan {
         format!("have host '{}' mark it as this datastore", request.host),
         "add it to the inventory".to_owned(),
     ];
+    let warnings = pool.create.and_then(|asked| asked.redundancy().risk()).into_iter().collect();
     let (kind, target) = ("datastore.add".to_owned(), request.name.clone());
-    Plan { kind, target, steps, ..Plan::default() }
+    Plan { kind, target, steps, warnings, ..Plan::default() }
 }
 
 /// Adds a datastore of a host, which marks it and measures it.

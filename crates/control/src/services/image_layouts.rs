@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use sqlx::SqliteConnection;
 use vmseal_api::host::version::IMAGE_LAYOUTS;
 use vmseal_api::host::{ArrivingCopy, DatastoreSpec, HEADER_AREA, VmSpec};
 use vmseal_api::id::{DiskId, HostId};
@@ -12,8 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::SetPolicy;
 
 use super::Services;
-use crate::store::StoreError;
-use crate::store::disks::{self, Disk, Layouts};
+use crate::store::disks::{Disk, Layouts};
 use crate::store::policies::Policy;
 
 /// Refuses images that the host's agent, or the cluster, cannot make as the policy has it. Of disks in directories it asks nothing.
@@ -103,22 +101,6 @@ pub(super) fn changed(before: ImageLayout, request: &SetPolicy) -> Result<ImageL
     }
     after.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     Ok(after)
-}
-
-/// A disk whose image in a pool is cut otherwise than a policy asks, and how.
-pub(super) async fn other(
-    from: &mut SqliteConnection,
-    policy: &Policy,
-    known: &[Disk],
-) -> Result<Option<(String, ImageLayout)>, StoreError> {
-    let in_pool = |disk: &&Disk| disk.role.is_data() && disk.datastore.location.pool().is_some();
-    for disk in known.iter().filter(in_pool) {
-        let layout = disks::image_layout(from, disk.id).await?;
-        if let Some(now) = layout.filter(|now| *now != policy.image_layout) {
-            return Ok(Some((disk.name.clone(), now)));
-        }
-    }
-    Ok(None)
 }
 
 /// Says of each disk of a VM how its image is cut, and how its policy would have it, where that is another way.

@@ -4,6 +4,9 @@
 mod parents;
 mod replicas;
 
+use std::collections::HashMap;
+
+use vmseal_api::compliance::Requirement;
 use vmseal_api::host::version::{
     IN_PLACE, MIRROR, MIRROR_BESIDE, MIRROR_LAYERS, MIRROR_MEMORY, MIRROR_TPM, MOVE, PACE,
 };
@@ -17,10 +20,11 @@ use vmseal_api::size::Size;
 use self::single_disks::{copied_as_it_is, kept_policy, require_of_guest};
 use super::caller::{Caller, Privilege};
 use super::providers::usable;
-use super::set_policy::{Need, needs};
+use super::set_policy::{Need, needs, needs_of_storage};
 use super::vm_key::require_available;
 use super::vms::{find, plan, power, require_ready, word};
 use super::{Outcome, Services, features, image_layouts, redundancy, room};
+use crate::compliance;
 use crate::hosts::mounted;
 use crate::hosts::osds;
 use crate::operation::Operation;
@@ -664,12 +668,15 @@ async fn policy_for(
     let before = policies::find(&mut read, &vm.policy.to_string()).await?;
     let before = before.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
     let runs = services.hosts.view(vm.host).vm(vm.id).is_some_and(|it| it.power != Power::Off);
+    let places = compliance::by_id(datastores::of_host(&mut read, vm.host).await?);
+    let layouts = HashMap::new();
     let misfit = |after: &Policy| {
-        let needs = match after.id == before.id {
-            true => Vec::new(),
-            false => needs(&before, after, vm, known, runs),
-        };
-        let mut needs = needs.into_iter();
+        if after.id == before.id {
+            return None;
+        }
+        let of_storage = needs_of_storage(after, vm, known, &places, &layouts).into_iter();
+        let of_messenger = of_storage.filter(|need| need.is_for(Requirement::Messenger));
+        let mut needs = needs(&before, after, vm, known, runs).into_iter().chain(of_messenger);
         needs.find(|need| !need.is_met_by_itself() && !matches!(need, Need::Encryption { .. }))
     };
     if let Some(asked) = asked {

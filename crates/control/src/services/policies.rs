@@ -105,10 +105,11 @@ pub async fn add(
         check_downtime(downtime).map_err(|what| Problem::invalid("downtime_milliseconds", what))?;
     }
     // Before the transaction, which nobody may hold while a host is asked.
-    let warnings = match dry_run {
+    let mut warnings = match dry_run {
         true => warn_of_model(services, request.cpu_model.as_deref()).await?,
         false => Vec::new(),
     };
+    warnings.extend(redundancy.risk());
     let mut write = services.store.write().await?;
     if let Some(replica) = &request.replica {
         check_replica(&mut write, replica, ["replica.datastore", "replica.bytes_per_second"])

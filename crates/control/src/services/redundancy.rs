@@ -8,15 +8,15 @@ use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 
 /// What the storage of a disk lacks.
-pub(super) struct Lacking {
+struct Lacking {
     /// The disk.
-    pub disk: String,
+    disk: String,
     /// What it lacks, for people.
-    pub why: String,
+    why: String,
 }
 
 /// A disk that is, or would be, where it does not outlive what its policy says; none where all do.
-pub(super) async fn lacking(
+async fn lacking(
     from: &mut SqliteConnection,
     policy: &Policy,
     disks: &[Disk],

@@ -1,14 +1,14 @@
 //! What users change of a storage policy, and what that means for the VMs that have it.
 
+use std::collections::HashMap;
 use std::fmt;
 
-use sqlx::SqliteConnection;
+use vmseal_api::compliance::Requirement;
 use vmseal_api::failure_domain::FailureDomain;
 use vmseal_api::filter::check_caches;
 use vmseal_api::hardware::check_cpu_model;
 use vmseal_api::host::{Allocation, Power};
-use vmseal_api::id::check_name;
-use vmseal_api::image_layout::ImageLayout;
+use vmseal_api::id::{DiskId, check_name};
 use vmseal_api::migration::check_downtime;
 use vmseal_api::model::{Plan, Policy, Replication};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -19,12 +19,11 @@ use vmseal_api::request::SetPolicy;
 use super::caller::{Caller, Privilege};
 use super::hardware::warn_of_model;
 use super::policies::{asked_messenger, asked_osds, check_replica, require_ungiven};
-use super::redundancy::{self, Lacking};
 use super::{Outcome, Services, image_layouts};
-use crate::hosts::osds;
-use crate::store::disks::DiskPart;
+use crate::compliance::{self, Datastores, Deviation};
+use crate::store::disks::{DiskPart, Layouts};
 use crate::store::events::NewEvent;
-use crate::store::{disks, policies, providers, vms};
+use crate::store::{Part, datastores, disks, policies, providers, vms};
 
 /// What a VM needs to be as its policy says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,14 +42,8 @@ pub(super) enum Need {
     Replica,
     /// It has another processor model.
     CpuModel { vm: String, now: Option<String>, wanted: String },
-    /// A disk of it, or the replica of one, goes over connections that are not encrypted.
-    Messenger { part: DiskPart, pool: String },
-    /// A disk of it, or the replica of one, is not on encrypted OSDs.
-    Osds { part: DiskPart, datastore: String, why: String },
-    /// A disk of it does not outlive what the policy says.
-    Redundancy { vm: String, disk: String, why: String },
-    /// The image of a disk of it is cut into other objects.
-    ImageLayout { vm: String, disk: String, now: ImageLayout },
+    /// A disk of it, or the replica of one, is not where or as the policy has it.
+    Storage { vm: String, deviation: Deviation },
     /// The caches of its disks are too large together.
     Caches { why: String },
 }
@@ -59,6 +52,11 @@ impl Need {
     /// Whether nobody has to do anything for it.
     pub(super) fn is_met_by_itself(&self) -> bool {
         matches!(self, Self::Settings { .. } | Self::InTheClear { .. })
+    }
+
+    /// Whether it is for what a policy requires of storage.
+    pub(super) fn is_for(&self, what: Requirement) -> bool {
+        matches!(self, Self::Storage { deviation, .. } if deviation.requirement == what)
     }
 
     /// Whether the policy of a VM may not change so.
@@ -110,28 +108,7 @@ impl fmt::Display for Need {
                 "its processor model is {}, and would have to be {wanted}. It gets another one with another policy, while it is off: vmseal vm set {vm} --policy NAME",
                 model_name(now.as_deref())
             ),
-            Self::Messenger { part, pool } => {
-                let (what, moved) = (part.of_vm(), if_moved(part));
-                write!(
-                    f,
-                    "{what} is in pool '{pool}' with messenger 'crc': it does not start again before {moved}hosts encrypt their connections (vmseal datastore set NAME --messenger secure, vmseal datastore remount NAME)"
-                )
-            }
-            Self::Osds { part, datastore, why } => {
-                let (what, otherwise) = (part.of_vm(), otherwise(part));
-                write!(
-                    f,
-                    "{what} is in datastore '{datastore}', and it does not start again: {why}. {otherwise}"
-                )
-            }
-            Self::Redundancy { vm, disk, why } => write!(
-                f,
-                "its disk '{disk}' is in {why}. It runs on there, with an alarm: move it (vmseal vm move {vm} --datastore NAME)"
-            ),
-            Self::ImageLayout { vm, disk, now } => write!(
-                f,
-                "its disk '{disk}' stays in {now} until its image is made anew, also while it runs: move it to another datastore (vmseal vm move {vm} --datastore NAME)"
-            ),
+            Self::Storage { vm, deviation } => f.write_str(&of_storage(vm, deviation)),
             Self::Caches { why } => write!(f, "its disks cannot have such a cache: {why}"),
         }
     }
@@ -142,15 +119,25 @@ pub(super) fn model_name(model: Option<&str>) -> &str {
     model.unwrap_or("the default one")
 }
 
-/// That the move of a disk meets what its policy asks of connections. A replica does not move.
-fn if_moved(part: &DiskPart) -> &'static str {
-    match part {
-        DiskPart::Image(_) => "the disk is moved, or ",
-        DiskPart::Replica(_) => "",
+/// What a VM needs whose storage is not as its policy requires.
+fn of_storage(vm: &str, deviation: &Deviation) -> String {
+    let Deviation { requirement, part, datastore, why } = deviation;
+    let what = format!("{} is in datastore '{datastore}'", part.of_vm());
+    match requirement {
+        Requirement::Messenger | Requirement::OsdEncryption => {
+            format!("{what}, and it does not start again: {why}. {}", otherwise(part))
+        }
+        Requirement::Redundancy => format!(
+            "{what}: {why}. It runs on there, with an alarm: move it (vmseal vm move {vm} --datastore NAME)"
+        ),
+        Requirement::ImageLayout => format!(
+            "{what}: {why}. It stays so until its image is made anew, also while it runs: move it to another datastore (vmseal vm move {vm} --datastore NAME)"
+        ),
+        Requirement::Encryption | Requirement::Unknown => format!("{what}: {why}"),
     }
 }
 
-/// What may be done for a VM whose OSDs stay as they are.
+/// What may be done for a VM whose OSDs or connections stay as they are.
 fn otherwise(part: &DiskPart) -> &'static str {
     match part {
         DiskPart::Image(_) => "Otherwise move the disk (vmseal vm move)",
@@ -160,7 +147,7 @@ fn otherwise(part: &DiskPart) -> &'static str {
     }
 }
 
-/// What a VM needs where its policy is `after` in place of `before`.
+/// What a VM needs where its policy is `after` in place of `before`, apart from where its disks are.
 pub(super) fn needs(
     before: &policies::Policy,
     after: &policies::Policy,
@@ -199,9 +186,6 @@ pub(super) fn needs(
         let (vm, now) = (vm.name.clone(), vm.hardware.cpu_model.clone());
         needs.push(Need::CpuModel { vm, now, wanted });
     }
-    if let Some((place, pool)) = after.open_connection(disks) {
-        needs.push(Need::Messenger { part: place.part(), pool: pool.pool.clone() });
-    }
     let other = |disk: &disks::Disk| (disk.limits, disk.cache) != (after.limits, after.cache);
     if data().any(other) {
         let caches = disks.iter().map(|disk| match disk.role.is_data() {
@@ -216,36 +200,18 @@ pub(super) fn needs(
     needs
 }
 
-/// The disk of a VM, or the replica of one, that is not on encrypted OSDs, where its policy, `after`, asks for that.
-pub(super) async fn osds_of(
-    from: &mut SqliteConnection,
-    after: &policies::Policy,
-    disks: &[disks::Disk],
-) -> Result<Option<Need>, Problem> {
-    let lacking = osds::lacking(from, after, disks).await?;
-    Ok(lacking.map(|osds::Lacking { part, datastore, why }| Need::Osds { part, datastore, why }))
-}
-
-/// What the storage of a VM lacks where its policy is `after`.
-pub(super) async fn redundancy_of(
-    from: &mut SqliteConnection,
+/// What a VM needs whose storage is not as its policy, `after`, requires: one of each kind. Whether disks are encrypted is not among it.
+pub(super) fn needs_of_storage(
     after: &policies::Policy,
     vm: &vms::Vm,
     disks: &[disks::Disk],
-) -> Result<Option<Need>, Problem> {
-    let lacking = redundancy::lacking(from, after, disks).await?;
-    Ok(lacking.map(|Lacking { disk, why }| Need::Redundancy { vm: vm.name.clone(), disk, why }))
-}
-
-/// What the images of a VM are, where its policy, `after`, has them otherwise.
-pub(super) async fn layout_of(
-    from: &mut SqliteConnection,
-    after: &policies::Policy,
-    vm: &vms::Vm,
-    disks: &[disks::Disk],
-) -> Result<Option<Need>, Problem> {
-    let other = image_layouts::other(from, after, disks).await?;
-    Ok(other.map(|(disk, now)| Need::ImageLayout { vm: vm.name.clone(), disk, now }))
+    datastores: &Datastores,
+    layouts: &HashMap<DiskId, Layouts>,
+) -> Vec<Need> {
+    let mut found = compliance::deviations(after, vm.host, disks, datastores, layouts);
+    found.retain(|it| it.requirement != Requirement::Encryption);
+    let first = compliance::first_of_each(found).into_iter();
+    first.map(|deviation| Need::Storage { vm: vm.name.clone(), deviation }).collect()
 }
 
 /// Changes a policy, with the limits and caches of the disks of VMs that have it. A dry run says what each VM would need.
@@ -260,7 +226,7 @@ pub async fn set(
     // Before the transaction, which nobody may hold while a host is asked.
     let model = request.cpu_model.as_deref();
     let model = model.filter(|model| dry_run && check_cpu_model(model).is_ok());
-    let warnings = warn_of_model(services, model).await?;
+    let mut warnings = warn_of_model(services, model).await?;
     let mut write = services.store.write().await?;
     let before = policies::find(&mut write, name).await?;
     let before = before.ok_or_else(|| Problem::not_found("policy", name))?;
@@ -280,19 +246,21 @@ pub async fn set(
         }
     };
     let after = changed(&before, &request, provider)?;
+    warnings.extend(request.redundancy.and(after.redundancy.risk()));
     if let Some(replica) = after.replica.as_ref().filter(|_| after.replica != before.replica) {
         check_replica(&mut write, replica, ["replicate_to", "replicate_rate"]).await?;
     }
     policies::set(&mut write, &after).await?;
+    let datastores = datastores::list(&mut write, &Part::all()).await?;
+    let datastores = compliance::by_id(datastores);
     let (mut steps, mut forbidden) = (Vec::new(), Vec::new());
     for vm in vms::of_policy(&mut write, before.id).await? {
         let known = disks::of_vm(&mut write, vm.id).await?;
         let view = services.hosts.view(vm.host);
         let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
         let mut needs = needs(&before, &after, &vm, &known, runs);
-        needs.extend(osds_of(&mut write, &after, &known).await?);
-        needs.extend(redundancy_of(&mut write, &after, &vm, &known).await?);
-        needs.extend(layout_of(&mut write, &after, &vm, &known).await?);
+        let layouts = disks::image_layouts(&mut write, vm.id, vm.id).await?;
+        needs.extend(needs_of_storage(&after, &vm, &known, &datastores, &layouts));
         for need in &needs {
             steps.push(format!("VM '{}': {need}", vm.name));
         }

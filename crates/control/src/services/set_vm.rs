@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::boot::{BootDevice, Cdrom};
+use vmseal_api::compliance::Requirement;
 use vmseal_api::hardware::{Hardware, MemoryBacking};
 use vmseal_api::host::version::{ABOUT, PANIC, SET_RUNNING};
 use vmseal_api::host::{Power, VmState};
@@ -17,13 +18,14 @@ use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
-use super::set_policy::{Need, layout_of, model_name, needs, osds_of, redundancy_of};
+use super::set_policy::{Need, model_name, needs, needs_of_storage};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, features, room, saved_memory};
+use crate::compliance;
 use crate::hosts::{is_silence, restored};
 use crate::store::events::NewEvent;
-use crate::store::{disks, nics, policies, snapshots, tasks, vms};
+use crate::store::{datastores, disks, nics, policies, snapshots, tasks, vms};
 
 /// Changes a VM.
 pub async fn set(
@@ -126,8 +128,13 @@ async fn give_policy(
         let power = services.hosts.view(before.host).vm(before.id).map(|seen| seen.power);
         let runs = power.is_some_and(|power| power != Power::Off);
         let mut needs = needs(&old, &policy, before, &known, runs);
-        needs.extend(osds_of(write, &policy, &known).await?);
-        needs.extend(redundancy_of(write, &policy, before, &known).await?);
+        let datastores = compliance::by_id(datastores::of_host(write, before.host).await?);
+        let layouts = disks::image_layouts(write, before.id, before.id).await?;
+        let of_storage = needs_of_storage(&policy, before, &known, &datastores, &layouts);
+        // Images stay as they are.
+        let (of_images, of_storage): (Vec<_>, Vec<_>) =
+            of_storage.into_iter().partition(|need| need.is_for(Requirement::ImageLayout));
+        needs.extend(of_storage);
         // A VM that is off gets the model of its new policy.
         needs.retain(|need| !matches!(need, Need::CpuModel { .. }));
         if let Some(need) = needs.iter().find(|need| !need.is_met_by_itself()) {
@@ -145,8 +152,7 @@ async fn give_policy(
             disks::set_settings(write, disk.id, policy.limits, policy.cache).await?;
         }
         steps.extend(needs.iter().map(Need::to_string));
-        let layout = layout_of(write, &policy, before, &known).await?;
-        steps.extend(layout.as_ref().map(Need::to_string));
+        steps.extend(of_images.iter().map(Need::to_string));
     }
     (after.policy, after.policy_name) = (policy.id, policy.name);
     Ok(steps)

@@ -4,6 +4,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 use sqlx::{Connection as _, SqliteConnection};
+use vmseal_api::compliance::Requirement;
 use vmseal_api::console::ConsoleClaim;
 use vmseal_api::host::version::STALLS;
 use vmseal_api::host::{ConsoleStream, DiskSettings, NicSpec, Power, VmChange, VmState};
@@ -20,6 +21,7 @@ use super::vm_key::require_available;
 use super::{
     Outcome, PageRequest, Services, examine_change, features, image_layouts, page_of, room,
 };
+use crate::compliance::{self, Deviation, deviations};
 use crate::hosts::keys::Purpose;
 use crate::hosts::osds;
 use crate::hosts::{may_fence, mounted};
@@ -52,13 +54,14 @@ struct Links {
 
 fn shown(
     vm: vms::Vm,
-    (disks, disks_in_the_clear): (Vec<disks::Disk>, Vec<String>),
+    (disks, deviations): (Vec<disks::Disk>, Vec<Deviation>),
     nics: Vec<NicSpec>,
     provider: Option<String>,
     links: Links,
     seen: Option<&VmState>,
 ) -> Vm {
     let at_next_start = at_next_start(&vm, &disks, seen);
+    let disks_in_the_clear = in_the_clear(&deviations);
     let attachment = |disk: &disks::Disk| attachment(disk, seen);
     let linked = links.to.map(|link| LinkedTo {
         vm: link.vm_name,
@@ -105,6 +108,7 @@ fn shown(
         provider,
         disks: disks.collect(),
         disks_in_the_clear,
+        compliance: Some(compliance::shown(deviations)),
         nics: super::nics::shown(nics, seen),
         lifecycle: vm.lifecycle,
         power: seen.map(|seen| seen.power),
@@ -116,9 +120,9 @@ fn shown(
 }
 
 /// The disks that are in the clear though the policy of their VM encrypts, by name.
-fn in_the_clear(disks: &[disks::Disk], encrypts: bool) -> Vec<String> {
-    let in_the_clear = disks.iter().filter(|disk| encrypts && !disk.encrypted);
-    in_the_clear.map(|disk| disk.name.clone()).collect()
+fn in_the_clear(deviations: &[Deviation]) -> Vec<String> {
+    let of_encryption = deviations.iter().filter(|it| it.requirement == Requirement::Encryption);
+    of_encryption.map(|it| it.part.disk().to_owned()).collect()
 }
 
 fn attachment(disk: &disks::Disk, seen: Option<&VmState>) -> DiskAttachment {
@@ -213,8 +217,7 @@ pub async fn list(
     let mut nics = nics::of_part(&mut read, &part).await?;
     let providers = providers::names(&mut read).await?;
     let policies = policies::list(&mut read, &Part::all()).await?;
-    let encrypt = policies.iter().filter(|policy| policy.encryption).map(|policy| policy.id);
-    let encrypt: HashSet<PolicyId> = encrypt.collect();
+    let policies: HashMap<PolicyId, _> = policies.into_iter().map(|it| (it.id, it)).collect();
     let mut links = links::all(&mut read).await?;
     let mut clones: HashMap<VmId, Vec<String>> = HashMap::new();
     for link in links.values() {
@@ -226,7 +229,7 @@ pub async fn list(
         (Some(first), Some(last)) => disks::image_layouts(&mut read, first.id, last.id).await?,
         _ => HashMap::new(),
     };
-    let known_osds = datastores::osds(&mut read).await?;
+    let datastores = compliance::by_id(datastores::list(&mut read, &Part::all()).await?);
     drop(read);
     let hosts: HashSet<HostId> = listed.iter().map(|vm| vm.host).collect();
     let views: HashMap<_, _> = hosts.into_iter().map(|it| (it, services.hosts.view(it))).collect();
@@ -241,11 +244,12 @@ pub async fn list(
         let seen = seen.get(&(vm.host, vm.id)).copied();
         let from = clones.remove(&vm.id).unwrap_or_default();
         let links = Links { to: links.remove(&vm.id), from };
-        let in_the_clear = in_the_clear(&disks, encrypt.contains(&vm.policy));
+        let judged = |policy| deviations(policy, vm.host, &disks, &datastores, &layouts);
+        let deviations = policies.get(&vm.policy).map(judged).unwrap_or_default();
         let (in_pools, pools) = (image_layouts::in_pools(&disks), osds::in_pools(&disks));
-        let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
+        let mut vm = shown(vm, (disks, deviations), nics, provider, links, seen);
         image_layouts::tell(&mut vm, &in_pools, &layouts);
-        osds::tell(&mut vm, &pools, &known_osds);
+        osds::tell(&mut vm, &pools, &datastores);
         vm
     });
     Ok(Page { items: items.collect(), next })
@@ -261,16 +265,18 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let to = links::of_vm(&mut read, vm.id).await?;
     let links = Links { to, from: links::clones_of(&mut read, vm.id, None).await? };
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
-    let in_the_clear = in_the_clear(&disks, policy.is_some_and(|policy| policy.encryption));
     let layouts = disks::image_layouts(&mut read, vm.id, vm.id).await?;
-    let known_osds = datastores::osds(&mut read).await?;
+    let datastores = compliance::by_id(datastores::of_host(&mut read, vm.host).await?);
     drop(read);
+    let judged =
+        |policy: &policies::Policy| deviations(policy, vm.host, &disks, &datastores, &layouts);
+    let deviations = policy.as_ref().map(judged).unwrap_or_default();
     let view = services.hosts.view(vm.host);
     let seen = view.vm(vm.id);
     let (in_pools, pools) = (image_layouts::in_pools(&disks), osds::in_pools(&disks));
-    let mut vm = shown(vm, (disks, in_the_clear), nics, provider, links, seen);
+    let mut vm = shown(vm, (disks, deviations), nics, provider, links, seen);
     image_layouts::tell(&mut vm, &in_pools, &layouts);
-    osds::tell(&mut vm, &pools, &known_osds);
+    osds::tell(&mut vm, &pools, &datastores);
     Ok(vm)
 }
 

@@ -1,7 +1,5 @@
 //! Datastores.
 
-use std::collections::HashMap;
-
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::MountFacts;
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, DatastoreUsage};
@@ -256,23 +254,6 @@ pub async fn set_osds_told(
         .execute(to)
         .await?;
     Ok(())
-}
-
-/// What is known of the OSDs of each datastore's cluster; of datastores that are not among them nothing is.
-pub async fn osds(
-    from: &mut SqliteConnection,
-) -> Result<HashMap<DatastoreId, OsdFacts>, StoreError> {
-    let rows: Vec<(String, Option<String>, Option<String>)> = sqlx::query_as(
-        "SELECT id, osds_stated, osds_told FROM datastores
-         WHERE osds_stated IS NOT NULL OR osds_told IS NOT NULL",
-    )
-    .fetch_all(from)
-    .await?;
-    let read = |(id, stated, told): (String, Option<String>, Option<String>)| {
-        let facts = osd_facts(stated.as_deref(), told.as_deref())?;
-        Ok::<_, StoreError>((parse(&id, "a datastore's id")?, facts))
-    };
-    rows.into_iter().map(read).collect()
 }
 
 /// Adds a host to a datastore.

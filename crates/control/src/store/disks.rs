@@ -111,6 +111,14 @@ pub enum DiskPart {
 }
 
 impl DiskPart {
+    /// The disk's name.
+    #[must_use]
+    pub fn disk(&self) -> &str {
+        match self {
+            Self::Image(disk) | Self::Replica(disk) => disk,
+        }
+    }
+
     /// The same as it is called beside its VM.
     #[must_use]
     pub fn of_vm(&self) -> String {
@@ -312,12 +320,34 @@ pub async fn of_part(
     .bind(part.limit)
     .fetch_all(from)
     .await?;
+    by_vm(rows)
+}
+
+fn by_vm(rows: Vec<Row>) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
     let mut disks: HashMap<VmId, Vec<Disk>> = HashMap::new();
     for row in rows {
         let (vm, disk) = row.read()?;
         disks.entry(vm).or_default().push(disk);
     }
     Ok(disks)
+}
+
+/// The disks of those VMs of a host whose policies require something that raises alarms, by VM, in boot order.
+pub async fn watched_on(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
+    let rows: Vec<Row> = sqlx::query_as(select!(
+        "WHERE o.host_id = $1 AND d.vm_id IN
+             (SELECT v.id FROM vms v JOIN policies p ON p.id = v.policy_id
+              WHERE p.messenger IS NOT NULL OR p.osd_encryption IS NOT NULL
+                    OR p.redundancy IS NOT NULL)
+         ORDER BY d.position"
+    ))
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    by_vm(rows)
 }
 
 /// The disks of a VM, in boot order.
@@ -374,20 +404,6 @@ pub struct Layouts {
     pub image: Option<ImageLayout>,
     /// As the policy has it now.
     pub policy: ImageLayout,
-}
-
-/// How the image of a disk was cut into objects when it was made; none where that is not known.
-pub async fn image_layout(
-    from: &mut SqliteConnection,
-    disk: DiskId,
-) -> Result<Option<ImageLayout>, StoreError> {
-    let found: Option<Option<String>> = sqlx::query_scalar(
-        "SELECT image_layout FROM volumes WHERE disk_id = $1 AND role = 'image'",
-    )
-    .bind(disk.to_string())
-    .fetch_optional(from)
-    .await?;
-    found.flatten().map(|json| from_json(&json, "how an image is cut")).transpose()
 }
 
 /// The layouts of the disks of VMs from one to another, in order of their ids.

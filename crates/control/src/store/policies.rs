@@ -3,14 +3,14 @@
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::host::{Allocation, DiskLimits};
-use vmseal_api::id::{DatastoreId, HostId, PolicyId, ProviderId};
+use vmseal_api::id::{PolicyId, ProviderId};
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Replication;
 use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::problem::{ErrorCode, Problem};
-use vmseal_api::redundancy::{PoolFacts, Redundancy};
+use vmseal_api::redundancy::Redundancy;
 
-use super::disks::{Disk, DiskPart, Place};
+use super::disks::{Disk, Place};
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name, unsigned};
 
 /// A policy as the inventory has it.
@@ -75,8 +75,7 @@ impl Policy {
     }
 
     /// Where a disk, or its replica, goes over connections that are not as the policy has it, and the pool.
-    #[must_use]
-    pub fn open_connection<'a>(&self, disks: &'a [Disk]) -> Option<(Place<'a>, &'a RbdPool)> {
+    fn open_connection<'a>(&self, disks: &'a [Disk]) -> Option<(Place<'a>, &'a RbdPool)> {
         if self.messenger != Some(Messenger::Secure) {
             return None;
         }
@@ -243,105 +242,6 @@ pub async fn set(to: &mut SqliteConnection, policy: &Policy) -> Result<(), Store
     .await
     .map_err(taken(|| format!("a policy '{}'", policy.name)))?;
     Ok(())
-}
-
-/// A disk whose VM has a policy that asks for redundancy.
-#[derive(Clone, Debug)]
-pub struct Protected {
-    /// The VM's name.
-    pub vm: String,
-    /// The disk's name.
-    pub disk: String,
-    /// The datastore's name.
-    pub datastore: String,
-    /// How its cluster keeps data.
-    pub pools: Vec<PoolFacts>,
-    /// The policy's name.
-    pub policy: String,
-    /// What it asks for.
-    pub redundancy: Redundancy,
-}
-
-#[derive(FromRow)]
-struct ProtectedRow {
-    vm: String,
-    disk: String,
-    datastore: String,
-    pools: Option<String>,
-    policy: String,
-    redundancy: String,
-}
-
-impl TryFrom<ProtectedRow> for Protected {
-    type Error = StoreError;
-    fn try_from(row: ProtectedRow) -> Result<Self, StoreError> {
-        let pools = row.pools.map(|json| from_json(&json, "a datastore's pools")).transpose()?;
-        Ok(Self {
-            vm: row.vm,
-            disk: row.disk,
-            datastore: row.datastore,
-            pools: pools.unwrap_or_default(),
-            policy: row.policy,
-            redundancy: from_json(&row.redundancy, "a policy's redundancy")?,
-        })
-    }
-}
-
-/// The disks of a host's VMs whose policies ask for redundancy.
-pub async fn protected_on(
-    from: &mut SqliteConnection,
-    host: HostId,
-) -> Result<Vec<Protected>, StoreError> {
-    let rows: Vec<ProtectedRow> = sqlx::query_as(
-        "SELECT v.name AS vm, d.name AS disk, s.name AS datastore, s.pools, p.name AS policy, p.redundancy
-         FROM placements o JOIN vms v ON v.id = o.vm_id JOIN policies p ON p.id = v.policy_id
-              JOIN disks d ON d.vm_id = v.id JOIN volumes i ON i.disk_id = d.id AND i.role = 'image'
-              JOIN datastores s ON s.id = i.datastore_id
-         WHERE o.host_id = $1 AND o.role = 'owner' AND p.redundancy IS NOT NULL
-         ORDER BY v.name, d.position",
-    )
-    .bind(host.to_string())
-    .fetch_all(from)
-    .await?;
-    rows.into_iter().map(Protected::try_from).collect()
-}
-
-/// What of a VM's disk is in a datastore, where its policy requires encrypted OSDs.
-#[derive(Clone, Debug)]
-pub struct OnEncryptedOsds {
-    /// The VM's name.
-    pub vm: String,
-    /// The disk's image, or its replica.
-    pub part: DiskPart,
-    /// The datastore.
-    pub datastore: DatastoreId,
-    /// The policy's name.
-    pub policy: String,
-}
-
-/// The disks, and replicas of disks, of a host's VMs whose policies require encrypted OSDs: those of one VM after one another.
-pub async fn on_encrypted_osds(
-    from: &mut SqliteConnection,
-    host: HostId,
-) -> Result<Vec<OnEncryptedOsds>, StoreError> {
-    let rows: Vec<(String, String, bool, String, String)> = sqlx::query_as(
-        "SELECT v.name, d.name, i.role = 'replica', i.datastore_id, p.name
-         FROM placements o JOIN vms v ON v.id = o.vm_id JOIN policies p ON p.id = v.policy_id
-              JOIN disks d ON d.vm_id = v.id
-              JOIN volumes i ON i.disk_id = d.id AND i.role IN ('image', 'replica')
-         WHERE o.host_id = $1 AND o.role = 'owner' AND p.osd_encryption = $2
-         ORDER BY v.name, d.position, i.role",
-    )
-    .bind(host.to_string())
-    .bind(to_name(&AskedOsds::Required))
-    .fetch_all(from)
-    .await?;
-    let read = |(vm, disk, is_replica, datastore, policy): (_, _, bool, String, _)| {
-        let part = if is_replica { DiskPart::Replica(disk) } else { DiskPart::Image(disk) };
-        let datastore = parse(&datastore, "a datastore's id")?;
-        Ok::<_, StoreError>(OnEncryptedOsds { vm, part, datastore, policy })
-    };
-    rows.into_iter().map(read).collect()
 }
 
 /// How many VMs have a policy.

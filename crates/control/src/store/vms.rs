@@ -208,6 +208,25 @@ pub async fn on_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm
     rows.into_iter().map(Vm::try_from).collect()
 }
 
+/// The VMs of a host in the order of their names, with their policies.
+pub async fn policies_on(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<Vec<(VmId, String, PolicyId)>, StoreError> {
+    let rows: Vec<(String, String, String)> = sqlx::query_as(
+        "SELECT v.id, v.name, v.policy_id FROM placements o JOIN vms v ON v.id = o.vm_id
+         WHERE o.host_id = $1 AND o.role = 'owner' ORDER BY v.name",
+    )
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    let read = |(vm, name, policy): (String, String, String)| {
+        let (vm, policy) = (parse(&vm, "a VM's id")?, parse(&policy, "a policy's id")?);
+        Ok::<_, StoreError>((vm, name, policy))
+    };
+    rows.into_iter().map(read).collect()
+}
+
 /// The VMs that have a policy.
 pub async fn of_policy(
     from: &mut SqliteConnection,

@@ -349,3 +349,35 @@ async fn a_dry_run_says_what_an_earlier_agent_was_not_asked() {
     let warnings = planned.body["warnings"].to_string();
     assert!(planned.status == 200 && warnings.contains("no 'missing0'"), "{}", planned.body);
 }
+
+#[tokio::test]
+async fn who_asks_for_redundancy_is_told_what_guests_risk_that_go_on() {
+    let api = Api::new().await;
+    let told = async |method: Method, path: &str, body: Value| {
+        let planned = api.raw(method, &format!("{path}?dry_run=true"), body.to_string()).await;
+        assert_eq!(planned.status, 200, "{}", planned.body);
+        let warnings = planned.body["warnings"].as_array().cloned().unwrap_or_default();
+        let risk = |it: &&Value| it.to_string().contains("lose writes that were acknowledged");
+        warnings.iter().filter(risk).count()
+    };
+    let failures = |failures: u8| json!({ "failures": failures });
+    let policy =
+        |asked: u8| json!({ "name": "new", "encryption": true, "redundancy": failures(asked) });
+    assert_eq!(told(Method::POST, "policies", policy(1)).await, 1);
+    assert_eq!(told(Method::POST, "policies", policy(0)).await, 0);
+    for (change, times) in [
+        (json!({ "redundancy": failures(2) }), 1),
+        (json!({ "redundancy": failures(0) }), 0),
+        (json!({ "iops": 100 }), 0),
+    ] {
+        let said = told(Method::PATCH, "policies/encrypted", change.clone()).await;
+        assert_eq!(said, times, "{change}");
+    }
+    let mut pool = json!({
+        "monitors": "192.0.2.1", "user": "client.a", "keyring": "/etc/ceph/keyring", "pool": "vms",
+    });
+    pool["create"] = failures(1);
+    let location = json!({ "kind": "rbd", "path": "/more", "pool": pool });
+    let datastore = json!({ "name": "more", "host": "here", "location": location });
+    assert_eq!(told(Method::POST, "datastores", datastore).await, 1);
+}

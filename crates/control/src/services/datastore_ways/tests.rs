@@ -255,7 +255,8 @@ async fn a_policy_that_insists_is_kept_for_replicas_as_well() {
     let insists = SetPolicy { messenger: Some(Messenger::Secure), ..SetPolicy::default() };
     let Outcome::Planned(plan) = set(insists.clone(), true).await else { panic!("no plan") };
     let planned = plan.steps.concat();
-    assert!(planned.contains("VM 'web': the replica of its disk 'disk0' is in pool"), "{planned}");
+    let told = "VM 'web': the replica of its disk 'disk0' is in datastore 'ceph'";
+    assert!(planned.contains(told) && planned.contains("messenger 'crc'"), "{planned}");
     set(insists, false).await;
     let starts = async || {
         let start = vms::start(&bench.services, &bench.me, "web", StartVm::default(), true);

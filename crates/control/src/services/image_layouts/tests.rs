@@ -82,7 +82,7 @@ async fn images_are_cut_as_the_policy_asks_when_they_are_made_and_stay_so() {
 
     // A policy that changes later does not change the image.
     let planned = bench.asks(size(2 << 20), true).await.unwrap();
-    assert!(planned.contains("stays in objects of 1 MiB"), "{planned}");
+    assert!(planned.contains("its image is in objects of 1 MiB"), "{planned}");
     bench.asks(size(2 << 20), false).await.unwrap();
     let shown = bench.shown().await;
     assert_eq!(shown.image_layout, Some(objects(SMALL)));

@@ -1,0 +1,159 @@
+use vmseal_api::image_layout::ImageLayout;
+use vmseal_api::model::Vm;
+use vmseal_api::osd_encryption::AskedOsds;
+use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
+use vmseal_api::request::{MoveVm, SetPolicy};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::*;
+use crate::services::caller::Caller;
+use crate::services::{Outcome, Services, mirror, set_policy, vms as service};
+use crate::testing::Fixture;
+
+/// A VM with two disks in a pool of two copies, over connections in the clear.
+struct Bench {
+    fixture: Fixture,
+    services: Services,
+    me: Caller,
+}
+
+impl Bench {
+    async fn new() -> Self {
+        let fixture = Fixture::new().await;
+        let layout = PoolLayout::Mirroring { copies: 2, copies_min: 1 };
+        let (pool, failure_domain) = ("vms".to_owned(), "host".to_owned());
+        let pools = vec![PoolFacts { pool, layout, failure_domain, compression: None }];
+        fixture.add_pool("ceph", pools).await;
+        fixture.made("web", "encrypted").await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+        let moved = mirror::move_disks(&services, &me, "web", request, false).await;
+        let Ok(Outcome::Done(task)) = moved else { panic!("it does not move") };
+        fixture.ends_well(task.id).await;
+        Self { fixture, services, me }
+    }
+
+    /// Changes the policy; what a dry run says, if it is one.
+    async fn asks(&self, request: SetPolicy, dry_run: bool) -> String {
+        let set = set_policy::set(&self.services, &self.me, "encrypted", request, dry_run);
+        match set.await.unwrap() {
+            Outcome::Planned(plan) => plan.steps.join("\n"),
+            Outcome::Done(_) => String::new(),
+        }
+    }
+
+    /// What is shown of the VM, alone and in the list.
+    async fn shown(&self) -> Compliance {
+        let shown = service::show(&self.services, &self.me, "web").await.unwrap();
+        let page = service::list(&self.services, &self.me, Default::default(), None).await;
+        let is_same = |vm: &Vm| vm.compliance == shown.compliance;
+        assert!(page.unwrap().items.iter().all(is_same), "{shown:?}");
+        shown.compliance.unwrap()
+    }
+}
+
+/// What a policy can require, apart from encryption.
+fn everything() -> SetPolicy {
+    SetPolicy {
+        messenger: Some(Messenger::Secure),
+        osd_encryption: Some(AskedOsds::Required),
+        redundancy: Some(Redundancy { failures: 2, ..Redundancy::default() }),
+        object_size: Some(1 << 20),
+        ..SetPolicy::default()
+    }
+}
+
+/// What asks for nothing again.
+fn nothing() -> SetPolicy {
+    SetPolicy {
+        messenger: Some(Messenger::Crc),
+        osd_encryption: Some(AskedOsds::Any),
+        redundancy: Some(Redundancy::default()),
+        object_size: Some(0),
+        ..SetPolicy::default()
+    }
+}
+
+#[tokio::test]
+async fn a_vm_is_shown_with_what_of_its_storage_is_not_as_its_policy_requires() {
+    let bench = Bench::new().await;
+    let compliant = Compliance { compliant: true, deviations: Vec::new() };
+    assert_eq!(bench.shown().await, compliant);
+
+    let planned = bench.asks(everything(), true).await;
+    assert_eq!(bench.shown().await, compliant, "by a dry run");
+    bench.asks(everything(), false).await;
+    let shown = bench.shown().await;
+    assert!(!shown.compliant);
+    let of_disk = [
+        Requirement::Redundancy,
+        Requirement::ImageLayout,
+        Requirement::OsdEncryption,
+        Requirement::Messenger,
+    ];
+    assert_eq!(shown.lacking(), of_disk);
+    for disk in ["disk0", "disk1"] {
+        let its = shown.deviations.iter().filter(|it| it.disk == disk);
+        let its: Vec<_> = its.map(|it| it.requirement).collect();
+        assert_eq!(its, of_disk, "{disk}");
+    }
+
+    // The plan has said the same, and the alarms do.
+    let mut read = bench.fixture.store.read().await.unwrap();
+    let raised = alarms(&mut read, bench.fixture.host).await.unwrap();
+    drop(read);
+    let codes: Vec<_> = raised.iter().map(|it| (it.code, it.target.as_str())).collect();
+    let expected = ["less-redundant", "osd-not-encrypted", "messenger-not-secure"];
+    assert_eq!(codes, expected.map(|code| (code, "web")));
+    for it in shown.deviations.iter().filter(|it| it.disk == "disk0") {
+        assert!(it.datastore == "ceph" && !it.replica, "{it:?}");
+        let (_, why) = it.detail.split_once("datastore 'ceph': ").unwrap();
+        assert!(planned.contains(why), "{why}: {planned}");
+        let is_told = raised.iter().any(|alarm| alarm.detail.contains(why));
+        assert_eq!(is_told, it.requirement != Requirement::ImageLayout, "{why}: {raised:?}");
+    }
+
+    bench.asks(nothing(), false).await;
+    assert_eq!(bench.shown().await, compliant);
+}
+
+#[tokio::test]
+async fn each_requirement_is_judged_alone() {
+    let bench = Bench::new().await;
+    let fixture = &bench.fixture;
+    let mut read = fixture.store.read().await.unwrap();
+    let policy = policies::find(&mut read, "encrypted").await.unwrap().unwrap();
+    let web = vms::find(&mut read, "web").await.unwrap().unwrap();
+    let places = by_id(datastores::of_host(&mut read, fixture.host).await.unwrap());
+    let mut layouts = disks::image_layouts(&mut read, web.id, web.id).await.unwrap();
+    drop(read);
+    let mut disks = fixture.disks(web.id).await;
+    let judged = |policy: &Policy, disks: &[Disk], layouts: &HashMap<DiskId, Layouts>| {
+        let found = deviations(policy, fixture.host, disks, &places, layouts);
+        let told = found.into_iter().map(|it| (it.requirement, it.part.disk().to_owned()));
+        told.collect::<Vec<_>>()
+    };
+    assert!(judged(&policy, &disks, &layouts).is_empty());
+
+    let both = |what| [(what, "disk0".to_owned()), (what, "disk1".to_owned())];
+    let secure = Policy { messenger: Some(Messenger::Secure), ..policy.clone() };
+    assert_eq!(judged(&secure, &disks, &layouts), both(Requirement::Messenger));
+    let required = Policy { osd_encryption: Some(AskedOsds::Required), ..policy.clone() };
+    assert_eq!(judged(&required, &disks, &layouts), both(Requirement::OsdEncryption));
+    let redundancy = Redundancy { failures: 2, ..Redundancy::default() };
+    let redundant = Policy { redundancy, ..policy.clone() };
+    assert_eq!(judged(&redundant, &disks, &layouts), both(Requirement::Redundancy));
+    let image_layout = ImageLayout { object_size: Some(1 << 20), ..ImageLayout::default() };
+    let small = Policy { image_layout, ..policy.clone() };
+    assert_eq!(judged(&small, &disks, &layouts), both(Requirement::ImageLayout));
+    // Of an image of an earlier version it is not known how it was cut.
+    layouts.clear();
+    assert!(judged(&small, &disks, &layouts).is_empty());
+
+    disks[1].encrypted = false;
+    let clear = vec![(Requirement::Encryption, "disk1".to_owned())];
+    assert_eq!(judged(&policy, &disks, &layouts), clear);
+    let plain = Policy { encryption: false, ..policy };
+    assert!(judged(&plain, &disks, &layouts).is_empty());
+}
