@@ -108,7 +108,7 @@ impl Mount {
         let ended = eventually("the process ends", || self.process.try_wait().unwrap());
         let log = self.log();
         let status = ended.unwrap_or_else(|error| panic!("{error}: {log}"));
-        let says_so = log[before..].contains("requests of filters have not ended");
+        let says_so = log[before..].contains("requests have not ended");
         assert!(status.success() || (status.code() == Some(1) && says_so), "{status}: {log}");
         status.success()
     }
