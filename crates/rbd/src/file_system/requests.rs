@@ -317,7 +317,8 @@ impl Filesystem for Requests {
         let (parent, to_parent) = (inode(parent), inode(newparent));
         let (name, to_name) = (name.to_owned(), newname.to_owned());
         let rename = move |files: &FileSystem| {
-            files.rename_entry((parent, &name), (to_parent, &to_name), flags)
+            let (from, to) = ((parent, name.as_os_str()), (to_parent, to_name.as_os_str()));
+            files.rename_entry(from, to, flags)
         };
         self.named(parent, reply, rename, done);
     }
