@@ -214,7 +214,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
 fn rights_to_fence(cluster: &Cluster, here: &Mount) {
     let said = |mount: &Mount| attribute(&mount.path(""), FENCING_ATTRIBUTE).unwrap();
     let told = |mount: &Mount, rights: &str| (said(mount) == rights).then_some(());
-    // The first question waits for a few seconds alone.
+    // The first question waits for a second alone.
     eventually("this user may fence", || told(here, "\"allowed\"")).unwrap();
     let (user, keyring) = ("client.alone", cluster.directory().join("client.alone.keyring"));
     let caps =

@@ -12,8 +12,9 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a request waits for an answer, from when the question was asked. Monitors that are well answer within milliseconds.
-const WAIT: Duration = Duration::from_secs(3);
+/// How long a request waits for an answer, from when the question was asked. Monitors that are well answer within milliseconds; the agent
+/// asks four questions when it measures a datastore, within ten seconds.
+const WAIT: Duration = Duration::from_secs(1);
 
 /// How old an answer may be that is told while the monitors do not give another one. The room of a pool changes slowly, and who has a disk
 /// opened asks on what file system it is, which comes with the room.
@@ -74,7 +75,7 @@ impl<T: Clone + Send + 'static> Question<T> {
         self.start(&mut self.0.state());
     }
 
-    /// The answer. It waits for a few seconds at most.
+    /// The answer. It waits for a second at most.
     ///
     /// # Errors
     /// The monitors'; `ETIMEDOUT` where they do not answer.
