@@ -10,19 +10,32 @@ use std::os::unix::fs::{FileExt, MetadataExt, chown};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::statvfs::statvfs;
 use nix::unistd::{Pid, Whence, lseek};
-use vmseal_api::rbd::FENCING_ATTRIBUTE;
+use vmseal_api::rbd::{FENCING_ATTRIBUTE, POOLS_ATTRIBUTE};
 use vmseal_tests::ceph::{Cluster, is_installed, said};
 use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::{eventually, program};
 
 /// More than a file that is an object can have.
 const LONG: u64 = 8 << 20;
+
+/// How many ask what only monitors know: several times as many as there are threads of the mount that take requests.
+const ASKERS: usize = 24;
+
+/// How long they ask again and again: longer than the mount takes the monitors' last answer for good.
+const ASKING: Duration = Duration::from_secs(8);
+
+/// Within what time each question and each write is over, on a machine that is busy: without monitors they hung until these went on.
+const ANSWERED: Duration = Duration::from_secs(60);
 
 /// How a host gets to a pool.
 struct Access {
@@ -119,7 +132,7 @@ impl Mount {
         let ended = eventually("the process ends", || self.process.try_wait().unwrap());
         let log = self.log();
         let status = ended.unwrap_or_else(|error| panic!("{error}: {log}"));
-        let says_so = log[before..].contains("requests of filters have not ended");
+        let says_so = log[before..].contains("requests have not ended");
         assert!(status.success() || (status.code() == Some(1) && says_so), "{status}: {log}");
         status.success()
     }
@@ -203,6 +216,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     locks(&mut here, &there);
     one_writer(&mut here, &there);
     lengths_of_writers(&here, &there);
+    monitors_that_stand_still(cluster, &here);
     a_paused_owner(&here, &there);
     there.unmount();
     trials(cluster);
@@ -212,13 +226,15 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
 fn rights_to_fence(pool: &Pool, here: &Mount) {
     let cluster = &*pool.cluster;
     let said = |mount: &Mount| attribute(&mount.path(""), FENCING_ATTRIBUTE).unwrap();
-    assert_eq!(said(here), "\"allowed\"");
+    let told = |mount: &Mount, rights: &str| (said(mount) == rights).then_some(());
+    // The first question waits for a second alone.
+    eventually("this user may fence", || told(here, "\"allowed\"")).unwrap();
     let (user, keyring) = ("client.alone", cluster.directory().join("client.alone.keyring"));
     let caps =
         ["mon", "allow r", "osd", "profile rbd pool=vmseal", "-o", keyring.to_str().unwrap()];
     cluster.ceph(&[&["auth", "get-or-create", user], &caps[..]].concat());
     let mut other = Mount::of_user(pool, user, keyring);
-    assert_eq!(said(&other), "\"not_allowed\"");
+    eventually("that user may not", || told(&other, "\"not_allowed\"")).unwrap();
     other.unmount();
 }
 
@@ -636,6 +652,65 @@ fn lengths_of_writers(here: &Mount, there: &Mount) {
     assert_eq!(&read, b"end");
     drop((reader, writer));
     std::fs::remove_file(path(there)).unwrap();
+}
+
+/// While the monitors stand still, the room of the pool is told as it was known, and files are found, read and written: OSDs do that.
+fn monitors_that_stand_still(cluster: &Cluster, here: &Mount) {
+    let path = here.path("served");
+    let file = make(&path).unwrap();
+    file.set_len(LONG).unwrap();
+    let root = here.path("");
+    eventually("the room is known", || statvfs(&root).ok()).unwrap();
+    let stopped = cluster.stop_daemons("mon.");
+    let (tell, asked) = mpsc::channel();
+    for asker in 0..ASKERS {
+        let (root, path, tell) = (root.clone(), path.clone(), tell.clone());
+        std::thread::spawn(move || {
+            let begun = Instant::now();
+            while begun.elapsed() < ASKING {
+                match asker % 4 {
+                    0 | 1 => assert!(statvfs(&root).unwrap().blocks() > 0),
+                    2 => assert_eq!(path.metadata().unwrap().len() % LONG, 0),
+                    // It may have been told of late; else it is an error.
+                    _ => drop(attribute(&root, POOLS_ATTRIBUTE)),
+                }
+            }
+            tell.send(()).unwrap();
+        });
+    }
+    drop(tell);
+    let ended = Arc::new(AtomicBool::new(false));
+    let written = writes_until(file, Arc::clone(&ended));
+    // Each of the askers, and data while they ask: an error of one is that it has gone without a word.
+    (0..ASKERS).for_each(|_| asked.recv_timeout(ASKING + ANSWERED).unwrap());
+    ended.store(true, Ordering::Relaxed);
+    let rounds = written.recv_timeout(ANSWERED).unwrap();
+    assert!(rounds > 1, "nothing was written meanwhile");
+    drop(stopped);
+    eventually("the monitors answer again", || attribute(&root, POOLS_ATTRIBUTE).ok()).unwrap();
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// Has a thread write to a file, flush it and read it, and make it longer each time; it tells how often it has, in the end.
+fn writes_until(file: File, ended: Arc<AtomicBool>) -> Receiver<u64> {
+    let (tell, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut rounds = 0;
+        while !ended.load(Ordering::Relaxed) {
+            // So far that its image gets longer several times, and no further than that takes a moment.
+            let end = LONG * (2 + rounds.min(30));
+            let data = random(4096);
+            file.write_all_at(&data, end - 4096).unwrap();
+            file.sync_all().unwrap();
+            let mut read = vec![0; 4096];
+            file.read_exact_at(&mut read, end - 4096).unwrap();
+            assert!(read == data);
+            rounds += 1;
+        }
+        drop(file);
+        tell.send(rounds).unwrap();
+    });
+    told
 }
 
 /// A host that stops for so long that another one takes its image over cannot write there when it wakes up.

@@ -22,6 +22,10 @@ pub(crate) use self::change::Change;
 /// How long connecting may take: more than an election of monitors.
 const CONNECT_SECONDS: &str = "30";
 
+/// How long monitors may take to answer a command, and so to put an address on the blocklist when a lock is broken: as for connecting. What
+/// OSDs are asked has no such limit (`rados_osd_op_timeout` is not set): requests of guests wait, and do not fail.
+const MONITORS_SECONDS: &str = "30";
+
 /// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
 /// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
 const BYTES_IN_FLIGHT: u64 = in_flight::BYTES_IN_FLIGHT + (128 << 20);
@@ -163,6 +167,7 @@ impl Cluster {
             (MESSENGER_OPTIONS[0], messenger),
             (MESSENGER_OPTIONS[1], messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
+            ("rados_mon_op_timeout", MONITORS_SECONDS),
             ("objecter_inflight_op_bytes", bytes.as_str()),
             ("objecter_inflight_ops", requests.as_str()),
             // What is answered is durable; what guests have not flushed is nowhere else.
@@ -270,7 +275,7 @@ impl Cluster {
     /// Asks a monitor; returns its answer.
     ///
     /// # Errors
-    /// The monitor's.
+    /// The monitor's; `ETIMEDOUT` where there is none within [`MONITORS_SECONDS`].
     pub(crate) fn command(&self, command: &str) -> io::Result<Vec<u8>> {
         let rados = &loaded().rados;
         let command = text(command)?;

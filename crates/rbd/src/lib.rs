@@ -13,6 +13,8 @@
 //! | module | subject |
 //! |---|---|
 //! | [`file_system`] | FUSE's requests |
+//! | [`workers`] | threads for requests that wait for the cluster |
+//! | [`monitors`] | what monitors are asked, by threads of their own |
 //! | [`open_files`], [`open_file`] | files that are open: an object, or an image |
 //! | [`holes`] | where a file has data |
 //! | [`rooms`] | how much room images take |
@@ -47,6 +49,7 @@ pub mod in_flight;
 pub mod inode;
 pub mod library;
 pub mod locks;
+pub mod monitors;
 pub mod open_file;
 pub mod open_files;
 pub mod osds;
@@ -55,3 +58,4 @@ pub mod pools;
 pub mod predecessors;
 pub mod rooms;
 pub mod trial;
+pub mod workers;

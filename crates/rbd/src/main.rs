@@ -31,7 +31,7 @@ use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::confinement;
 use vmseal_rbd::create::create;
 use vmseal_rbd::directory::Directories;
-use vmseal_rbd::file_system::FileSystem;
+use vmseal_rbd::file_system::{FileSystem, Requests};
 use vmseal_rbd::image::Layout;
 use vmseal_rbd::inode::Inode;
 use vmseal_rbd::library;
@@ -45,11 +45,12 @@ use vmseal_secret::derive::pool_key_fingerprint;
 /// How long `--check` may take, in seconds. The agent waits for less, and cannot end one that systemd has started.
 const CHECK_SECONDS: u32 = 15;
 
-/// How many threads take requests: those that ask the cluster about names wait for the answer.
+/// How many threads take requests. They wait for nothing: others ask the cluster ([`Requests`]).
 const THREADS: usize = 4;
 
-/// How long it is waited for those that serve filters when the mount has ended: as long as several requests to a cluster that answers.
-const FILTERS_END: Duration = Duration::from_secs(10);
+/// How long it is waited for requests that are under way when the mount has ended, of filters too: as long as several requests to a cluster
+/// that answers.
+const REQUESTS_END: Duration = Duration::from_secs(10);
 
 /// Mounts a pool of a Ceph cluster as a datastore: long files are RBD images, short ones objects. It serves until the directory is
 /// unmounted (umount DIRECTORY).
@@ -297,17 +298,18 @@ fn serve(
         listener.serve(file_system.service()).context("filters are not served: no thread")?;
     }
     let (releases, served) = (file_system.releases(), file_system.served());
+    let requests = Requests::of(file_system).context("requests are not served: no thread")?;
     tracing::info!(pool = options.pool, %address, "connected");
     let _ = connected.send(address);
     let Ok(fuse) = mount.recv() else { return Ok(()) };
     let mut config = Config::default();
     (config.n_threads, config.clone_fd) = (Some(THREADS), true);
-    let session = Session::from_fd(file_system, fuse, SessionACL::All, config)
+    let session = Session::from_fd(requests, fuse, SessionACL::All, config)
         .context("the kernel's FUSE does not answer")?;
     tracing::info!(directory = %options.directory.display(), "mounted");
     let ended = session.run().context("the file system ended");
     releases.wait();
-    if !served.wait_for(FILTERS_END) {
+    if !served.wait_for(REQUESTS_END) {
         end_at_once(&ended);
     }
     ended?;
@@ -321,8 +323,8 @@ fn end_at_once(ended: &anyhow::Result<()>) -> ! {
         tracing::error!("{error:#}");
     }
     tracing::error!(
-        seconds = FILTERS_END.as_secs(),
-        "requests of filters have not ended: the process ends without closing their images"
+        seconds = REQUESTS_END.as_secs(),
+        "requests have not ended: the process ends without closing their images"
     );
     // SAFETY: it only ends the process.
     unsafe { libc::_exit(libc::EXIT_FAILURE) }

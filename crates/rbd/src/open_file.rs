@@ -9,7 +9,7 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use crate::cluster::Pool;
 use crate::image::{self, Image, Layout};
@@ -164,6 +164,20 @@ impl OpenFile {
     #[must_use]
     pub fn image(&self) -> Option<Arc<FileImage>> {
         match &*self.look() {
+            Content::Image(image) => Some(Arc::clone(image)),
+            Content::Object => None,
+        }
+    }
+
+    /// Its image, if it is one and nobody is changing which it is, which asks the cluster. It never waits.
+    #[must_use]
+    pub fn image_now(&self) -> Option<Arc<FileImage>> {
+        let content = match self.content.try_read() {
+            Ok(content) => content,
+            Err(TryLockError::Poisoned(error)) => error.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        match &*content {
             Content::Image(image) => Some(Arc::clone(image)),
             Content::Object => None,
         }

@@ -7,8 +7,8 @@
 //! ```
 //! ceph-volume keeps the key of an OSD there when it makes it with dm-crypt. Only whether it is there is asked, never what it is.
 //!
-//! A thread of its own asks, as in a large cluster that takes long, and a cluster that does not answer would keep the threads that take
-//! requests.
+//! A thread of its own asks, as in a large cluster that takes long, and monitors that do not answer would keep the threads of those who ask
+//! them something else.
 
 use std::collections::BTreeSet;
 use std::io;

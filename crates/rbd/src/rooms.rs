@@ -4,7 +4,7 @@
 //!  stat ──> ask ──known for less than KNOWN──> what is known
 //!            └────else──> a thread counts, by a handle of its own ──> told within WAIT, else what was known before
 //! ```
-//! A thread of its own, as a cluster that does not answer would keep the threads that take requests. A handle of its own, that only reads:
+//! A thread of its own, as a cluster that does not answer would keep the threads for names. A handle of its own, that only reads:
 //! the file's has writes under way, which would be waited for, and it must be closed, with its lock, when the file is.
 
 use std::collections::HashMap;
@@ -21,7 +21,7 @@ const KNOWN: Duration = Duration::from_secs(5);
 /// How long a request waits for a count: many times what one takes in a cluster that is well.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// The most counts at a time: as many as there are threads that take requests.
+/// The most counts at a time: as many requests about one object are at work.
 const COUNTS_MAX: usize = 4;
 
 /// What is told where the room is not known: all of it, however long the file is.

@@ -11,11 +11,13 @@ use vmseal_api::rbd::{
     NOTE_MAX, OSDS_ATTRIBUTE, POOLS_ATTRIBUTE,
 };
 
-use super::FileSystem;
+use super::{FileSystem, POOL_KNOWN};
 use crate::answers::answer;
+use crate::cluster::Cluster;
 use crate::image::Image;
 use crate::image_layout;
 use crate::inode::Inode;
+use crate::monitors::Question;
 use crate::open_file::FileImage;
 use crate::pools;
 
@@ -35,6 +37,37 @@ fn unsupported() -> io::Error {
 fn key_of(name: &OsStr) -> Option<&'static str> {
     let known = NOTE_ATTRIBUTES.into_iter().find(|known| name == *known)?;
     known.strip_prefix(NAMESPACE)
+}
+
+/// Who knows the value of an attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KnownTo {
+    /// This process; also that there is no such attribute, which the kernel asks for with each write of some files.
+    Process,
+    /// The monitors.
+    Monitors,
+    /// The pool.
+    Pool,
+}
+
+impl KnownTo {
+    pub(super) fn of(of: Inode, name: &OsStr) -> Self {
+        let of_monitors = [POOLS_ATTRIBUTE, OSDS_ATTRIBUTE, FENCING_ATTRIBUTE];
+        match of == Inode::ROOT && of_monitors.iter().any(|known| name == *known) {
+            true => Self::Monitors,
+            false if key_of(name).is_some() => Self::Pool,
+            false => Self::Process,
+        }
+    }
+}
+
+/// How the cluster keeps what is stored in these pools: the value of [`POOLS_ATTRIBUTE`].
+pub(super) fn facts(cluster: &Arc<Cluster>, pools: Vec<String>) -> Question<Vec<u8>> {
+    let cluster = Arc::clone(cluster);
+    Question::new("how pools keep data", POOL_KNOWN, move || {
+        let names: Vec<_> = pools.iter().map(String::as_str).collect();
+        Ok(serde_json::to_vec(&pools::facts(&cluster, &names)?)?)
+    })
 }
 
 /// A value that may be noted: one line of text.
@@ -69,7 +102,7 @@ impl FileSystem {
 
     pub(super) fn attribute(&self, of: Inode, name: &OsStr) -> io::Result<Vec<u8>> {
         if of == Inode::ROOT && name == POOLS_ATTRIBUTE {
-            return self.pools();
+            return self.facts.ask();
         }
         if of == Inode::ROOT && name == OSDS_ATTRIBUTE {
             return Ok(serde_json::to_vec(&self.osds.ask())?);
@@ -131,12 +164,6 @@ impl FileSystem {
             work(image.image())
         })
     }
-
-    /// The value of [`POOLS_ATTRIBUTE`].
-    fn pools(&self) -> io::Result<Vec<u8>> {
-        let names: Vec<_> = self.pools.iter().map(String::as_str).collect();
-        Ok(serde_json::to_vec(&pools::facts(&self.cluster, &names)?)?)
-    }
 }
 
 /// Answers a request for a value, or for its length.
@@ -160,6 +187,19 @@ mod tests {
         for other in ["user.vmseal.path", "user.conf_rbd_cache", "vmseal.kek", "user.vmseal.", ""] {
             assert_eq!(key(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn only_what_the_cluster_knows_is_asked_there() {
+        let known_to = |of, name: &str| KnownTo::of(of, OsStr::new(name));
+        let (root, file) = (Inode::ROOT, Inode(2));
+        for name in [POOLS_ATTRIBUTE, OSDS_ATTRIBUTE, FENCING_ATTRIBUTE] {
+            assert_eq!(known_to(root, name), KnownTo::Monitors, "{name}");
+            assert_eq!(known_to(file, name), KnownTo::Process, "{name}");
+        }
+        assert_eq!(known_to(file, "user.vmseal.kek"), KnownTo::Pool);
+        assert_eq!(known_to(root, MOUNTED_ATTRIBUTE), KnownTo::Process);
+        assert_eq!(known_to(file, "security.capability"), KnownTo::Process);
     }
 
     #[test]

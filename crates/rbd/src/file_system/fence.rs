@@ -10,35 +10,37 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use vmseal_api::fencing::Fencing;
 
-use super::{FileSystem, lock};
+use super::FileSystem;
+use crate::cluster::Cluster;
 use crate::image::Image;
 use crate::inode::Inode;
+use crate::monitors::{Good, Question};
 use crate::open_file::noted_size;
 
 /// How long it is known whether the user may fence. A connection keeps its rights, so another answer is rare; and each question is in the
 /// monitors' audit log.
-const KNOWN: Duration = Duration::from_secs(600);
+const KNOWN: Good = Good { answer: Duration::from_secs(600), error: Duration::from_secs(60) };
 
-/// How long it is good that the monitors have not said so.
-const UNKNOWN: Duration = Duration::from_secs(60);
+/// Whether the user may take files from other hosts.
+pub(super) fn rights(cluster: &Arc<Cluster>) -> Question<Fencing> {
+    let cluster = Arc::clone(cluster);
+    Question::new("whether hosts may be fenced", KNOWN, move || {
+        match cluster.may_put_on_blocklist() {
+            Fencing::Unknown => Err(io::Error::from_raw_os_error(libc::ETIMEDOUT)),
+            told => Ok(told),
+        }
+    })
+}
 
 impl FileSystem {
     /// Whether the user may take files from other hosts.
     pub(super) fn may_fence(&self) -> Fencing {
-        let known = *lock(&self.fencing);
-        if let Some((_, told)) = known.filter(|(at, told)| {
-            at.elapsed() < if *told == Fencing::Unknown { UNKNOWN } else { KNOWN }
-        }) {
-            return told;
-        }
-        // Without the lock: the monitors may not answer for long.
-        let told = self.cluster.may_put_on_blocklist();
-        *lock(&self.fencing) = Some((Instant::now(), told));
-        told
+        self.fencing.ask().unwrap_or(Fencing::Unknown)
     }
 
     /// Takes all that is below a directory. It may be done again.

@@ -57,7 +57,7 @@ impl Release {
         self.reply.ok();
     }
 
-    /// Runs in a thread of its own where there is something to wait for: this one serves others.
+    /// Runs in a thread of its own where a filter's requests are to be waited for: this one does others.
     fn start(self) {
         if self.in_flight.is_none() {
             return self.run();
@@ -109,7 +109,14 @@ impl FileSystem {
         close(&self.open, &self.directories, inode, handle);
     }
 
-    pub(super) fn release_handle(&self, inode: Inode, handle: u64, reply: ReplyEmpty) {
+    /// Closes a handle; who releases it has gone inside of [`FileSystem::releases`].
+    pub(super) fn release_handle(
+        &self,
+        inode: Inode,
+        handle: u64,
+        reply: ReplyEmpty,
+        inside: Option<Inside>,
+    ) {
         let release = Release {
             open: Arc::clone(&self.open),
             store: Arc::clone(&self.store),
@@ -119,7 +126,7 @@ impl FileSystem {
             handle,
             in_flight: self.service.tickets.release(handle),
             reply,
-            _inside: self.releases.enter(),
+            _inside: inside,
         };
         release.start();
     }
