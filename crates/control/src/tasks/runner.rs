@@ -18,8 +18,8 @@
 //! State and step are in the inventory before the step begins, with the outputs of the steps before it. A starting
 //! server resumes every task where it was: the interrupted step is done (or undone) again from its beginning, as
 //! every step is repeatable. If a host does not answer, the step is repeated with growing pauses; if it never
-//! answers, the step is undone, as it may have been done. A step that insists is done, or undone, until it is answered. While a user has paused the task, the step that copies disks waits, and is
-//! done again afterwards. A step's [`super::step::WaitPolicy`] says what it waits for
+//! answers, the step is undone, as it may have been done. A step that insists is done, or undone, until it is answered. While a user
+//! has paused the task, the step that copies disks waits, and is done again afterwards. A step's [`super::step::WaitPolicy`] says what it waits for
 //! without a limit; after the commit step a task waits for everything.
 
 use std::panic::AssertUnwindSafe;
