@@ -1,6 +1,7 @@
 //! Alarms about tasks that need an operator: those that could be neither finished nor undone, and those that this
 //! version cannot read. An alarm is active until an operator resolves the task, or a later task does its work.
 
+use sqlx::SqliteConnection;
 use vmseal_api::id::VmId;
 
 use crate::operation::Operation;
@@ -26,13 +27,24 @@ fn leaves_work(operation: &Operation) -> bool {
     )
 }
 
+/// The kind of the alarm of a task that has ended as unknown.
+const UNFINISHED: &str = "task-unfinished";
+
 /// Raises the alarm of a task that has ended as unknown.
 pub(crate) async fn unfinished(write: &mut Write<'_>, task: &Task) -> Result<(), StoreError> {
     if !leaves_work(&task.operation) {
         return Ok(());
     }
     let why = task.problem.as_ref().map(ToString::to_string).unwrap_or_default();
-    raise(write, task, "task-unfinished", why).await
+    raise(write, task, UNFINISHED, why).await
+}
+
+/// Whether a task has ended as unknown, and no operator has dealt with that yet.
+pub(crate) async fn is_active(
+    read: &mut SqliteConnection,
+    task: &Task,
+) -> Result<bool, StoreError> {
+    alarms::is_raised(read, &source(task), UNFINISHED).await
 }
 
 /// Raises the alarm of a task that this version does not run.

@@ -82,6 +82,11 @@ impl SimulatedHost {
                 inside.restart();
                 Err(lost())
             }
+            Some(Fault::FallSilentAfter) => {
+                let _ = work(&mut inside);
+                inside.set_reachable(false);
+                Err(lost())
+            }
         }
     }
 

@@ -151,6 +151,8 @@ pub enum Fault {
     CrashHalfway,
     /// It is done; then the agent dies and a new one starts. The caller sees an unreachable host.
     CrashAfter,
+    /// It is done; then the host cannot be reached any more. The caller sees an unreachable host.
+    FallSilentAfter,
 }
 
 /// The planned faults and the record of calls.

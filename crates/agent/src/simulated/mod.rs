@@ -465,13 +465,7 @@ impl SimulatedHost {
 
     /// Disconnects the host from the network, or connects it again.
     pub fn set_reachable(&self, reachable: bool) {
-        let mut inside = self.inside();
-        inside.reachable = reachable;
-        if !reachable {
-            // Long polls end as connections do.
-            inside.agent.ended.send_replace(true);
-            inside.agent.ended = watch::Sender::new(false);
-        }
+        self.inside().set_reachable(reachable);
     }
 
     /// Sets the versions of the contract that it reports.
@@ -657,6 +651,15 @@ fn lost() -> Problem {
 }
 
 impl Inside {
+    fn set_reachable(&mut self, reachable: bool) {
+        self.reachable = reachable;
+        if !reachable {
+            // Long polls end as connections do.
+            self.agent.ended.send_replace(true);
+            self.agent.ended = watch::Sender::new(false);
+        }
+    }
+
     fn restart(&mut self) {
         let before = std::mem::replace(&mut self.agent, AgentState::new());
         before.ended.send_replace(true);

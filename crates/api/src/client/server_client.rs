@@ -199,7 +199,8 @@ impl ServerClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<Plan, Problem> {
-        self.post(&format!("{path}?dry_run=true"), body).await.map_err(tried)
+        let and = if path.contains('?') { '&' } else { '?' };
+        self.post(&format!("{path}{and}dry_run=true"), body).await.map_err(tried)
     }
 
     /// Has the server check what [`ServerClient::put`] would do, without doing it.

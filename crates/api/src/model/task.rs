@@ -83,7 +83,7 @@ pub struct Waiting {
     pub on: WaitingOn,
     /// Which, by name: a host, a provider; a time for `time`.
     pub name: String,
-    /// What was answered last, where something was.
+    /// What was answered last, where something was; and what can be done if nothing is ever answered, where that is not plain.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -110,6 +110,7 @@ impl Task {
         let step = &self.step;
         match (&self.waiting, self.state) {
             (Some(waiting), TaskState::Waiting) => format!("{step}: {waiting}"),
+            (Some(waiting), TaskState::RollingBack) => format!("rolling back: {step}: {waiting}"),
             (_, state) if self.paused && state.is_open() => {
                 format!("{step}: paused (vmseal task resume {})", self.id)
             }

@@ -50,17 +50,17 @@ pub async fn run(
             }
             follow(server, output, tasks, None, Progress::watching(output)).await
         }
-        arguments::Task::Cancel { name, dry_run } => {
-            ask(server, output, &name, "cancel", &dry_run).await
+        arguments::Task::Cancel { name, force, dry_run } => {
+            ask(server, output, &name, ("cancel", force), &dry_run).await
         }
         arguments::Task::Resolve { name, dry_run } => {
-            ask(server, output, &name, "resolve", &dry_run).await
+            ask(server, output, &name, ("resolve", false), &dry_run).await
         }
         arguments::Task::Pause { name, dry_run } => {
-            ask(server, output, &name, "pause", &dry_run).await
+            ask(server, output, &name, ("pause", false), &dry_run).await
         }
         arguments::Task::Resume { name, dry_run } => {
-            ask(server, output, &name, "resume", &dry_run).await
+            ask(server, output, &name, ("resume", false), &dry_run).await
         }
         arguments::Task::Set { name, rate, dry_run } => {
             let (path, request) = (format!("tasks/{name}"), SetTask { rate });
@@ -73,15 +73,16 @@ pub async fn run(
     }
 }
 
-/// Asks something of a task that has no parameters.
+/// Asks something of a task that has no parameters, but may be forced.
 async fn ask(
     server: &ServerClient,
     output: Output,
     name: &str,
-    verb: &str,
+    (verb, force): (&str, bool),
     dry_run: &DryRun,
 ) -> anyhow::Result<()> {
-    let path = format!("tasks/{name}/{verb}");
+    let forced = if force { "?force=true" } else { "" };
+    let path = format!("tasks/{name}/{verb}{forced}");
     if dry_run.dry_run {
         let plan = server.try_post(&path, &serde_json::Value::Null).await?;
         return plan::show(output, &plan);

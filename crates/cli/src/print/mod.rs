@@ -98,6 +98,8 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     let mut details = migration::details(task);
     details.extend(task.former_images.iter().map(|image| ("FORMER IMAGE", image.to_string())));
+    let waiting = task.waiting.iter().filter(|waiting| !waiting.detail.is_empty());
+    details.extend(waiting.map(|waiting| ("WAITS", waiting.detail.clone())));
     details.extend(task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))));
     details
 }

@@ -1,21 +1,25 @@
-//! VMs that were given to other hosts while their host did not answer: when it answers again, it ends and forgets them.
+//! VMs that were given to other hosts while their host did not answer, or that were on their way to this one when it was given up: when it
+//! answers again, it ends and forgets them.
 //!
 //! | on this host the VM | what is done |
 //! |---|---|
-//! | runs, or is anything but off | its power is cut: what it still writes the cluster has refused since, and its guest goes on elsewhere |
+//! | is on its way to or from another one | its processes end, and it is unregistered |
+//! | runs, or is anything else but off | its power is cut: its guest goes on elsewhere. What an evacuated one still writes the cluster has refused since |
 //! | is off, or suspended | it is unregistered |
+//! | has images that the inventory has elsewhere | these are removed before: they are copies, or former images |
 //! | is not known any more | its row is removed |
 //!
-//! This holds for VMs that the inventory says were evacuated, and for no others.
+//! This holds for VMs that the inventory says were taken from the host, and for no others.
 
-use vmseal_api::host::{HostAgent, Power, PowerOff, VmState};
-use vmseal_api::id::{HostId, VmId};
+use vmseal_api::host::{HostAgent, JobSpec, Power, PowerOff, SendJob, VmState};
+use vmseal_api::id::{HostId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::is_silence;
+use super::{is_silence, left};
 use crate::locks::Locks;
+use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
-use crate::store::{Store, StoreError, evacuations, placements, vms};
+use crate::store::{Store, StoreError, disks, evacuations, placements, vms};
 
 /// Has a host end and forget a VM that was evacuated from it, whatever task has the VM elsewhere.
 ///
@@ -35,8 +39,9 @@ pub(super) async fn end(
     {
         return Ok(());
     }
+    let disks = disks::of_vm(&mut read, seen.vm).await?;
     drop(read);
-    match forget_at(agent, seen).await {
+    match forget_at(agent, &disks, seen).await {
         Err(problem) if is_silence(&problem) => return Err(problem),
         Err(problem) => {
             tracing::warn!(vm = %seen.vm, host = name, %problem, "what is left of a VM that was evacuated stays");
@@ -47,15 +52,26 @@ pub(super) async fn end(
     Ok(forgotten(store, (name, host), seen.vm).await?)
 }
 
-async fn forget_at(agent: &dyn HostAgent, seen: &VmState) -> Result<(), Problem> {
+async fn forget_at(agent: &dyn HostAgent, disks: &[Disk], seen: &VmState) -> Result<(), Problem> {
     let known = |answer: Result<(), Problem>| match answer {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
         other => other,
     };
-    if !matches!(seen.power, Power::Off | Power::Suspended) {
-        known(agent.power_off(seen.vm, PowerOff::Force).await)?;
+    match seen.power {
+        Power::Off | Power::Suspended => {}
+        Power::Migrating => {
+            let disks = disks.iter().map(|disk| disk.id).collect();
+            let job = JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None });
+            // One that is received has no such job, and ends when it is unregistered.
+            if let Err(problem) = agent.commit_job(seen.vm, TaskId::new(), job).await
+                && is_silence(&problem)
+            {
+                return Err(problem);
+            }
+        }
+        _ => known(agent.power_off(seen.vm, PowerOff::Force).await)?,
     }
-    known(agent.unregister_vm(seen.vm).await)
+    known(left::forget(agent, seen.vm, &left::copied(disks, seen)).await)
 }
 
 /// A host that answers has nothing of these VMs.

@@ -8,7 +8,9 @@
 //! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
 //! | at another control plane: it is being deleted here | as elsewhere | as elsewhere |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
+//! | here, and a task could not learn whether it runs elsewhere | handed over | nothing, until an operator has resolved that task |
 
+use sqlx::SqliteConnection;
 use vmseal_api::host::{HostAgent, JobKind, JobSpec, Power, SendJob, VmState};
 use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
 use vmseal_api::model::Lifecycle;
@@ -16,8 +18,11 @@ use vmseal_api::problem::Problem;
 
 use super::{is_silence, registration};
 use crate::locks::Locks;
+use crate::operation::Operation;
 use crate::store::disks::Disk;
-use crate::store::{Store, disks, tasks};
+use crate::store::{Store, StoreError, disks, tasks, vms};
+use crate::task_alarms;
+use crate::tasks::migrate_vm::SWITCH;
 
 /// Whether a VM may be left so.
 pub(super) fn may_be(seen: &VmState, is_here: bool) -> bool {
@@ -41,6 +46,9 @@ pub(super) async fn deal_with(
     let _unchanged = locks.lock(seen.vm).await;
     let mut read = store.read().await?;
     if tasks::holding(&mut read, seen.vm).await?.is_some() {
+        return Ok(());
+    }
+    if is_undecided(&mut read, host, seen.vm).await? {
         return Ok(());
     }
     let disks = disks::of_vm(&mut read, seen.vm).await?;
@@ -87,8 +95,36 @@ pub(super) async fn deal_with(
     }
 }
 
+/// Whether a task that has ended was to send a VM from this host, and ended without knowing whether its guest runs elsewhere. An operator who
+/// resolves the task says that it does not.
+async fn is_undecided(
+    read: &mut SqliteConnection,
+    host: HostId,
+    vm: VmId,
+) -> Result<bool, StoreError> {
+    // One whose guest was found elsewhere has recorded that.
+    let Some(known) = vms::get(&mut *read, vm).await? else { return Ok(false) };
+    if known.host != host || known.lifecycle == Lifecycle::Deleting {
+        return Ok(false);
+    }
+    for task in tasks::unknown_of_vm(&mut *read, vm).await? {
+        let sent = matches!(
+            task.operation,
+            Operation::MigrateVm { from, .. } | Operation::MigrateAway { from, .. } if from == host
+        );
+        if sent && task.step == SWITCH && task_alarms::is_active(&mut *read, &task).await? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Has a host forget a VM that is elsewhere, and remove the images of disks that were copied.
-async fn forget(agent: &dyn HostAgent, vm: VmId, copied: &[DiskId]) -> Result<(), Problem> {
+pub(super) async fn forget(
+    agent: &dyn HostAgent,
+    vm: VmId,
+    copied: &[DiskId],
+) -> Result<(), Problem> {
     for disk in copied {
         match agent.delete_disk(vm, *disk).await {
             Err(problem) if is_silence(&problem) => return Err(problem),
@@ -102,7 +138,7 @@ async fn forget(agent: &dyn HostAgent, vm: VmId, copied: &[DiskId]) -> Result<()
 }
 
 /// The disks of which the host says that they are on another datastore than the inventory: those are former images.
-fn copied(disks: &[Disk], seen: &VmState) -> Vec<DiskId> {
+pub(super) fn copied(disks: &[Disk], seen: &VmState) -> Vec<DiskId> {
     let is_former = |disk: &&Disk| {
         let there = seen.disks.iter().find(|there| there.disk == disk.id);
         there.is_some_and(|it| it.datastore.is_some_and(|it| it != disk.datastore.datastore))

@@ -14,8 +14,9 @@ use vmseal_api::usage::HostRoom;
 use super::caller::{Caller, Privilege};
 use super::{Outcome, PageRequest, Services, page_of};
 use crate::hosts::join as joining;
+use crate::operation::Operation;
 use crate::store::events::NewEvent;
-use crate::store::{StoreError, drains, hosts};
+use crate::store::{StoreError, drains, hosts, tasks};
 
 fn shown(services: &Services, host: hosts::Host, room: Option<HostRoom>) -> Host {
     let view = services.hosts.view(host.id);
@@ -118,6 +119,7 @@ pub async fn remove(
     caller.require(Privilege::RegisterHost)?;
     let host = find(services, name).await?;
     let mut write = services.store.write().await?;
+    require_none_on_its_way(&mut write, &host).await?;
     let (datastores, vms, backups) = hosts::uses(&mut write, host.id).await?;
     if datastores + vms + backups > 0 {
         let detail = format!(
@@ -164,4 +166,21 @@ pub async fn join(
         joining::join(&services.store, &services.authority, request, source).await?;
     services.hosts.add(&host)?;
     Ok(joined)
+}
+
+/// Refuses a host that a VM is on its way to: it alone may know whether the VM's guest runs there.
+async fn require_none_on_its_way(
+    from: &mut SqliteConnection,
+    host: &hosts::Host,
+) -> Result<(), Problem> {
+    for task in tasks::open(from).await? {
+        if matches!(task.operation, Operation::MigrateVm { to, .. } if to == host.id) {
+            let detail = format!(
+                "VM '{}' is on its way to host '{}' (task {}): wait for it, or cancel it (vmseal task cancel {})",
+                task.target, host.name, task.id, task.id
+            );
+            return Err(Problem::new(ErrorCode::InUse, detail));
+        }
+    }
+    Ok(())
 }

@@ -184,6 +184,7 @@ pub(super) fn operation(vm: &Vm, fit: &Fit) -> Operation {
         datastore,
         downtime_milliseconds: fit.downtime_milliseconds,
         compresses: fit.compresses,
+        given_up: false,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tasks.
 
 use vmseal_api::host::version::{MIGRATE_RATE, PACE, PACE_OF_PROOFS, PACE_OF_WORK};
-use vmseal_api::model::{Page, Task, TaskState};
+use vmseal_api::model::{Page, Plan, Task, TaskState};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
 use vmseal_api::request::SetTask;
@@ -40,14 +40,19 @@ pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<Task
     Ok(services.engine.shown(&task))
 }
 
-/// Cancels a task: it stops and undoes what it has done.
+/// Cancels a task: it stops and undoes what it has done. With `force` a migration that waits for its other host does not wait any more: an
+/// operator says that the host is gone for good.
 pub async fn cancel(
     services: &Services,
     caller: &Caller,
     id: &str,
+    force: bool,
     dry_run: bool,
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::ManageTasks)?;
+    if force {
+        return give_up(services, caller, id, dry_run).await;
+    }
     if dry_run {
         let task = services.engine.check_cancel(id).await?;
         let step = format!(
@@ -58,6 +63,31 @@ pub async fn cancel(
         return Ok(Outcome::planned("task.cancel", &task.target, step));
     }
     let task = services.engine.cancel(id, caller.name()).await?;
+    Ok(Outcome::Done(services.engine.shown(&task)))
+}
+
+/// Has the guest of a migration go on where it was, though the other host does not say whether it runs there.
+async fn give_up(
+    services: &Services,
+    caller: &Caller,
+    id: &str,
+    dry_run: bool,
+) -> Result<Outcome<Task>, Problem> {
+    if dry_run {
+        let (task, host) = services.engine.check_give_up(id).await?;
+        let (name, vm) = (&host.name, &task.target);
+        let steps = vec![
+            format!("have VM '{vm}' go on where it was, whatever host '{name}' would say"),
+            format!("end it on host '{name}' if that ever answers again"),
+        ];
+        let warning = format!(
+            "host '{name}' must be off, and stay off: where VM '{vm}' runs there, it runs on two hosts, and what it has done there is lost"
+        );
+        let (kind, target) = ("task.cancel".to_owned(), task.target.clone());
+        let warnings = vec![warning];
+        return Ok(Outcome::Planned(Plan { kind, target, steps, warnings, ..Plan::default() }));
+    }
+    let task = services.engine.give_up(id, caller.name()).await?;
     Ok(Outcome::Done(services.engine.shown(&task)))
 }
 

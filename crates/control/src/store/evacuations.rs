@@ -1,12 +1,12 @@
-//! VMs that were given to other hosts while their host did not answer: when it does, it is to end and forget them. Nobody ends a guest for
-//! any other difference between a host and the inventory, which may be an older copy.
+//! VMs that were given to other hosts while their host did not answer, and VMs on their way to a host that was given up: when it does answer,
+//! it is to end and forget them. Nobody ends a guest for any other difference between a host and the inventory, which may be an older copy.
 
 use sqlx::SqliteConnection;
 use vmseal_api::id::{HostId, VmId};
 
 use super::{StoreError, parse};
 
-/// Records that a host is to end and forget a VM. `generation` is that of the placement which took it away.
+/// Records that a host is to end and forget a VM. `generation` is that of the placement which took it away, or which it was to have had there.
 pub async fn insert(
     to: &mut SqliteConnection,
     vm: VmId,

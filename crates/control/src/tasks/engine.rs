@@ -19,6 +19,7 @@ use vmseal_api::transfer::Progress;
 
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
+use super::migrate_vm::SWITCH;
 use super::migrate_vm::watched::migrated;
 use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
@@ -29,6 +30,7 @@ use crate::operation::{Operation, Placed};
 use crate::providers::Providers;
 use crate::remotes::Remotes;
 use crate::store::events::NewEvent;
+use crate::store::hosts::Host;
 use crate::store::tasks::{self, Task};
 use crate::store::{Store, StoreError, Write, hosts, placements};
 use crate::task_alarms;
@@ -232,6 +234,77 @@ impl Engine {
         Ok(cancelled.swap_remove(0))
     }
 
+    /// Cancels a migration whose other host does not answer, and is gone for good, as an operator says: the guest goes on where it was
+    /// ([`super::migrate_vm`]).
+    ///
+    /// # Errors
+    /// `not-found`; `wrong-state` for a task that does not wait for such an answer, and while the other host answers.
+    pub async fn give_up(&self, id: &str, actor: &str) -> Result<Task, Problem> {
+        let mut write = self.environment.context.store.write().await?;
+        let (task, host) = self.note_given_up(&mut write, id).await?;
+        let detail = format!(
+            "{} as task {}, by force: host '{}' is given up",
+            task.operation.kind(),
+            task.id,
+            host.name
+        );
+        let (kind, target) = ("task.cancelled", task.target.as_str());
+        write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+        write.commit().await?;
+        self.tell_cancelled(std::slice::from_ref(&task));
+        Ok(task)
+    }
+
+    /// Whether [`Engine::give_up`] would succeed; changes nothing. Returns the other host, too.
+    ///
+    /// # Errors
+    /// Those of [`Engine::give_up`].
+    pub async fn check_give_up(&self, id: &str) -> Result<(Task, Host), Problem> {
+        // The transaction is not committed.
+        self.note_given_up(&mut self.environment.context.store.write().await?, id).await
+    }
+
+    async fn note_given_up(
+        &self,
+        write: &mut Write<'_>,
+        id: &str,
+    ) -> Result<(Task, Host), Problem> {
+        let found = tasks::get(write, id).await?;
+        let mut task = found.ok_or_else(|| Problem::not_found("task", id))?;
+        let refused = |why: String| Problem::new(ErrorCode::WrongState, why);
+        let is_committed = steps::is_committed(&task);
+        let Operation::MigrateVm { to, given_up, .. } = &mut task.operation else {
+            let what = "only a migration to another host is cancelled by force. Where a VM is on its way to another control plane that is gone for good, remove that by force (vmseal remote remove NAME --force)";
+            return Err(refused(what.to_owned()));
+        };
+        let to = *to;
+        *given_up = true;
+        if !task.state.is_open() {
+            return Err(refused("the task has ended".to_owned()));
+        }
+        if is_committed {
+            let what = "the guest runs on the other host, as that has said: wait for the task";
+            return Err(refused(what.to_owned()));
+        }
+        if task.step != SWITCH {
+            let what = "no answer of the other host decides where the guest runs: cancel the task without --force, or wait for it";
+            return Err(refused(what.to_owned()));
+        }
+        let host = hosts::find(write, &to.to_string()).await?;
+        let host = host.ok_or_else(|| Problem::not_found("host", to))?;
+        if self.environment.context.hosts.connected(to).is_ok() {
+            let what = format!(
+                "host '{}' answers, and knows whether the guest runs there: cancel the task without --force",
+                host.name
+            );
+            return Err(refused(what));
+        }
+        // One that is being undone is cancelled already, or has failed.
+        tasks::cancel(write, task.id).await?;
+        tasks::set_operation(write, &task).await?;
+        Ok((task, host))
+    }
+
     /// Marks those of these tasks as cancelled, in the transaction `write`, that can be; [`Engine::tell_cancelled`] follows once
     /// that is committed.
     ///
@@ -344,6 +417,12 @@ impl Engine {
         let mut write = self.environment.context.store.write().await?;
         let task = self.note_resolved(&mut write, id, actor).await?;
         write.commit().await?;
+        if let Operation::MigrateVm { from, .. } | Operation::MigrateAway { from, .. } =
+            task.operation
+        {
+            // A guest that stands still because its task ended without knowing where it runs goes on there.
+            self.environment.context.hosts.look_again(from);
+        }
         Ok(task)
     }
 
@@ -444,7 +523,10 @@ impl Engine {
             created: task.created,
             ended: task.ended,
             request_id: task.request_id.as_ref().map(ToString::to_string),
-            waiting: task.waiting.clone().filter(|_| task.state == TaskState::Waiting),
+            waiting: task
+                .waiting
+                .clone()
+                .filter(|_| matches!(task.state, TaskState::Waiting | TaskState::RollingBack)),
             parent: task.parent,
             not_before: task.not_before,
             problem: task.problem.clone(),

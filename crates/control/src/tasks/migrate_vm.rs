@@ -10,12 +10,13 @@
 //! ```
 //! Until the destination is asked to let the guest go, the source can have it back at any time: the destination does nothing by
 //! itself. Then its answer decides. While it does not answer, nobody runs the guest, and the task waits: only the destination, or
-//! the operator who knows that it is gone for good, can tell.
+//! the operator who knows that it is gone for good, can tell ([`undecided`]).
 
 pub(super) mod away;
 mod cause;
 pub(crate) mod left;
 pub(super) mod new_vm;
+mod undecided;
 pub(super) mod watched;
 
 use std::collections::BTreeSet;
@@ -45,7 +46,7 @@ use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
 use super::start_vm::locked;
-use super::step::{Output, Step, WaitPolicy};
+use super::step::{Awaited, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self};
 use crate::operation::Operation;
@@ -69,6 +70,9 @@ pub(crate) const STEPS: &[&dyn Step] = &[
     &MigrateVmStep::Switch,
     &MigrateVmStep::Finish,
 ];
+
+/// The commit step, within a control plane and to another one.
+pub(crate) const SWITCH: &str = "switch";
 
 /// The connections of any migration: the control channel and the memory. Each disk that is copied has one more.
 const STREAMS: u16 = 2;
@@ -115,7 +119,7 @@ impl Step for MigrateVmStep {
         match self {
             Self::Check => "check",
             Self::Transfer => "transfer",
-            Self::Switch => "switch",
+            Self::Switch => SWITCH,
             Self::Finish => "finish",
         }
     }
@@ -133,10 +137,23 @@ impl Step for MigrateVmStep {
         matches!(self, Self::Switch)
     }
 
+    fn insists(&self) -> bool {
+        // The guest stands still, and may run there already: only the destination knows.
+        matches!(self, Self::Switch)
+    }
+
+    async fn awaited(&self, run: &Run<'_>) -> Option<Awaited> {
+        match self {
+            Self::Switch => undecided::destination(run).await,
+            Self::Finish => undecided::source(run).await,
+            Self::Check | Self::Transfer => None,
+        }
+    }
+
     fn wait_policy(&self) -> WaitPolicy {
         match self {
             Self::Check | Self::Transfer => WaitPolicy::NONE,
-            // The guest stands still, and may run there already.
+            // For the destination, and for the source.
             Self::Switch | Self::Finish => WaitPolicy::BOTH,
         }
     }
@@ -159,7 +176,7 @@ impl Step for MigrateVmStep {
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
             Self::Transfer => stay(run).await,
-            Self::Switch => switch_back(run).await,
+            Self::Switch => undecided::switch_back(run).await,
             // Past the commit step, or nothing was done.
             Self::Check | Self::Finish => Ok(()),
         }
@@ -558,6 +575,10 @@ async fn record(
     migrated: Option<Migrated>,
 ) -> Result<(), StepError> {
     let vm = run.vm().await?;
+    if vm.host == ends.to {
+        // It was before, and something after that did not answer.
+        return Ok(());
+    }
     let copied = made(run, ends, checked).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
@@ -604,27 +625,6 @@ async fn made(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<Vec<DiskS
         }
         // Its owner is about to say so.
         state = run.host_state(ends.to, Some(&state)).await?;
-    }
-}
-
-/// Undoes [`switch`], which is possible only while the guest has not gone on at the destination. Otherwise it goes on to the end.
-async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
-    let (ends, checked) = (ends(run)?, checked(run)?);
-    let destination = agent_of(run, ends.to)?;
-    let job = JobSpec::Receive(checked.received());
-    match destination.cancel_job(run.vm_id, run.task.id, job).await {
-        Ok(()) => Ok(absent_is_fine(destination.unregister_vm(run.vm_id).await)?),
-        Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
-        Err(problem) if problem.code == ErrorCode::WrongState => {
-            record(run, &ends, &checked, None).await?;
-            finish(run).await?;
-            let detail = format!(
-                "VM '{}' runs on the other host: its migration could not be cancelled any more",
-                run.task.target
-            );
-            Err(wrong_state(detail))
-        }
-        Err(problem) => Err(problem.into()),
     }
 }
 

@@ -18,8 +18,8 @@
 //! State and step are in the inventory before the step begins, with the outputs of the steps before it. A starting
 //! server resumes every task where it was: the interrupted step is done (or undone) again from its beginning, as
 //! every step is repeatable. If a host does not answer, the step is repeated with growing pauses; if it never
-//! answers, the step is undone, as it may have been done. While a user has paused the task, the step that copies disks waits, and is
-//! done again afterwards. A step's [`super::step::WaitPolicy`] says what it waits for
+//! answers, the step is undone, as it may have been done. A step that insists is done, or undone, until it is answered. While a user
+//! has paused the task, the step that copies disks waits, and is done again afterwards. A step's [`super::step::WaitPolicy`] says what it waits for
 //! without a limit; after the commit step a task waits for everything.
 
 use std::panic::AssertUnwindSafe;
@@ -39,7 +39,7 @@ use super::environment::{Environment, Retry};
 use super::environment::{Fault, FaultPoint};
 use super::held_steps::Moment;
 use super::run::{LiveProgress, Requests, Run, StepError};
-use super::step::{Limit, Output, Step, WaitPolicy};
+use super::step::{Awaited, Limit, Output, Step, WaitPolicy};
 use super::waits::{self, FailureKind};
 use super::{limits, migrate_vm, steps};
 use crate::hosts::is_silence;
@@ -270,7 +270,8 @@ impl Runner<'_> {
                     tries = tries.saturating_add(1);
                 }
                 FailureKind::Silence => {
-                    let mut waiter = HostWait { run: &run, retry, problem: error.as_problem() };
+                    let (problem, awaited) = (error.as_problem(), step.awaited(&run).await);
+                    let mut waiter = HostWait { run: &run, retry, problem, awaited };
                     if wait_policy.host && waiter.is_silent().await {
                         let waiting = waiter.shown().await;
                         self.note_waiting(waiting).await;
@@ -285,18 +286,28 @@ impl Runner<'_> {
                     let pause_for = retry.pause(tries);
                     tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), ?pause_for, "again");
                     // It goes on until it succeeds: people see why it does not.
-                    let insists = step.insists() && cause.is_none();
-                    let told = (committed || insists) && tries > 0;
+                    let told = (committed || step.insists()) && tries > 0;
                     if told {
                         let mut waiting = waiter.shown().await;
-                        if insists && let Some(remote) = migrate_vm::away::remote_of(&run).await {
+                        if step.insists()
+                            && let Some(remote) = migrate_vm::away::remote_of(&run).await
+                        {
                             waiting.name = remote;
                         }
                         self.note_waiting(waiting).await;
                     }
-                    pause(pause_for, &run.requests).await;
-                    if told {
-                        self.note_running().await;
+                    match cause {
+                        None => {
+                            pause(pause_for, &run.requests).await;
+                            if told {
+                                self.note_running().await;
+                            }
+                        }
+                        // An operator may say that nobody will answer. What it waits for is shown until the step is undone.
+                        Some(_) => {
+                            pause(pause_for, &self.requests).await;
+                            self.requests.borrow_and_update();
+                        }
                     }
                     tries = tries.saturating_add(1);
                 }
@@ -312,12 +323,16 @@ impl Runner<'_> {
         StepFailure { problem, unsent }
     }
 
-    /// Publishes what the task waits for.
+    /// Publishes what the task waits for. One that is being undone stays so: a server that has restarted goes on undoing it.
     async fn note_waiting(&mut self, waiting: Waiting) {
-        if self.task.waiting.as_ref() != Some(&waiting) || self.task.state != TaskState::Waiting {
+        let state = match self.task.state {
+            TaskState::RollingBack => TaskState::RollingBack,
+            _ => TaskState::Waiting,
+        };
+        if self.task.waiting.as_ref() != Some(&waiting) || self.task.state != state {
             tracing::info!(task = %self.task.id, on = ?waiting.on, name = waiting.name, "waiting");
             self.task.waiting = Some(waiting);
-            self.task.state = TaskState::Waiting;
+            self.task.state = state;
             self.environment.save(&self.task, None).await;
         }
     }
@@ -479,18 +494,25 @@ async fn until_resumed(run: &Run<'_>) {
     }
 }
 
-/// Waits for the host of a VM.
+/// Waits for the host of a VM, or for the one whose answer its step waits for.
 struct HostWait<'a> {
     run: &'a Run<'a>,
     retry: Retry,
     problem: &'a Problem,
+    awaited: Option<Awaited>,
 }
 
 impl HostWait<'_> {
     /// Whether the step failed because the host does not answer: it does not answer now either.
     async fn is_silent(&mut self) -> bool {
-        let Ok(vm) = self.run.vm().await else { return false };
-        let Ok(agent) = self.run.agent(&vm) else { return false };
+        let host = match &self.awaited {
+            Some(awaited) => awaited.host,
+            None => match self.run.vm().await {
+                Ok(vm) => vm.host,
+                Err(_) => return false,
+            },
+        };
+        let Ok(agent) = self.run.hosts().agent(host) else { return false };
         let mut requests = self.run.requests.clone();
         tokio::select! {
             answer = agent.describe() => answer.is_err_and(|problem| is_silence(&problem)),
@@ -499,8 +521,16 @@ impl HostWait<'_> {
     }
 
     async fn shown(&self) -> Waiting {
-        let name = self.run.vm().await.map(|vm| vm.host_name).unwrap_or_default();
-        Waiting { on: WaitingOn::Host, name, detail: self.problem.to_string() }
+        let (name, detail) = match &self.awaited {
+            Some(awaited) => {
+                (awaited.name.clone(), format!("{}. {}", self.problem, awaited.advice))
+            }
+            None => {
+                let name = self.run.vm().await.map(|vm| vm.host_name).unwrap_or_default();
+                (name, self.problem.to_string())
+            }
+        };
+        Waiting { on: WaitingOn::Host, name, detail }
     }
 
     /// Waits until it answers, or a user requests something of the task.

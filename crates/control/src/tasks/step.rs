@@ -4,6 +4,7 @@ use std::fmt;
 
 use async_trait::async_trait;
 use serde::Serialize;
+use vmseal_api::id::HostId;
 use vmseal_api::problem::Problem;
 
 use super::run::{Run, StepError};
@@ -54,6 +55,16 @@ pub(crate) enum Limit {
     Provider,
 }
 
+/// The host whose answer a step waits for, where that is not the VM's.
+#[derive(Clone, Debug)]
+pub(crate) struct Awaited {
+    pub host: HostId,
+    /// Its name.
+    pub name: String,
+    /// What its silence means, and what people can do if it never answers.
+    pub advice: String,
+}
+
 /// A part of an operation. Doing and undoing may both be repeated.
 #[async_trait]
 pub(crate) trait Step: fmt::Debug + Send + Sync {
@@ -78,10 +89,15 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         WaitPolicy::NONE
     }
 
-    /// Whether it is done, or undone, again and again until it is answered: another control plane decides what it comes to, or
-    /// waits for it.
+    /// Whether it is done, or undone, again and again until it is answered: another host or control plane decides what it comes
+    /// to, or waits for it.
     fn insists(&self) -> bool {
         false
+    }
+
+    /// The host whose answer it waits for, where that is not the VM's.
+    async fn awaited(&self, _run: &Run<'_>) -> Option<Awaited> {
+        None
     }
 
     /// The kind of work that it needs a permit for.

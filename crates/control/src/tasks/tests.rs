@@ -46,6 +46,7 @@ mod restored_as;
 mod revoked;
 mod single_disks;
 mod snapshots;
+mod switch;
 mod tpm;
 mod tpm_state;
 mod uefi_variables;
@@ -255,6 +256,14 @@ impl Kind {
         };
         let before = steps::of(&operation).iter().take_while(|it| it.name() != step);
         before.into_iter().any(|step| step.commits())
+    }
+
+    /// Whether a step is done until another host has answered.
+    fn insists(self, step: &str) -> bool {
+        let Self::Migrate(_) = self else { return false };
+        let operation = migrate::any(VmId::new());
+        let mut insist = steps::of(&operation).iter().filter(|step| step.insists());
+        insist.any(|it| it.name() == step)
     }
 
     /// Checks the state after the operation has succeeded.

@@ -29,6 +29,22 @@ pub(super) struct TaskQuery {
     state: Option<TaskState>,
 }
 
+/// How a task is cancelled.
+#[derive(Clone, Copy, Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct CancelQuery {
+    /// Check the request and answer what it would do, without doing anything.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    dry_run: bool,
+    /// Only for a migration that waits at the switch for its other host: that is gone for good, and the VM goes on where it was. Never
+    /// while that host may run it.
+    #[serde(default)]
+    #[param(value_type = Option<bool>)]
+    force: bool,
+}
+
 /// Lists the tasks, oldest first.
 #[utoipa::path(get, path = "/api/v1/tasks", tag = "tasks", params(TaskQuery),
     responses((status = 200, body = Page<Task>), ProblemResponse))]
@@ -55,16 +71,18 @@ pub(super) async fn show(
 
 /// Asks a task to stop and to undo what it has done.
 #[utoipa::path(post, path = "/api/v1/tasks/{task}/cancel", tag = "tasks",
-    params(("task" = String, Path, description = "Its id"), DryRunQuery),
+    params(("task" = String, Path, description = "Its id"), CancelQuery),
     responses((status = 202, body = Task), (status = 200, body = Plan), ProblemResponse))]
 pub(super) async fn cancel(
     State(control): State<Arc<Services>>,
     Authenticated(caller): Authenticated,
     PathSegment(id): PathSegment,
-    QueryOf(query): QueryOf<DryRunQuery>,
+    QueryOf(query): QueryOf<CancelQuery>,
     OptionalJson(EmptyBody {}): OptionalJson<EmptyBody>,
 ) -> Result<Answer<Accepted>, ProblemResponse> {
-    Ok(Answer(services::tasks::cancel(&control, &caller, &id, query.dry_run).await?.map(Accepted)))
+    let CancelQuery { dry_run, force } = query;
+    let cancelled = services::tasks::cancel(&control, &caller, &id, force, dry_run).await?;
+    Ok(Answer(cancelled.map(Accepted)))
 }
 
 /// Records that an operator has handled what a task left behind, and clears its alarm. A task that this version cannot

@@ -314,6 +314,7 @@ async fn a_guest_goes_only_to_a_host_whose_mount_is_as_its_policy_has_it() {
         datastore,
         downtime_milliseconds,
         compresses,
+        given_up: false,
     };
     let refused = async |told: &str| {
         let refused = planned().await.unwrap_err();

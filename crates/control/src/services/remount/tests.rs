@@ -162,6 +162,7 @@ async fn guests_that_wait_are_named_and_tasks_that_would_break_are_waited_for() 
         datastore: None,
         downtime_milliseconds: None,
         compresses: false,
+        given_up: false,
     };
     let task = fixture.begin(migrate, "web").await;
     fixture

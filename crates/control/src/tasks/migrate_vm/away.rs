@@ -35,8 +35,8 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, left, nonce, running_disks,
-    tell_pace,
+    NewSession, STREAMS, SWITCH, agent_of, end_at_source, is_handed_over, left, nonce,
+    running_disks, tell_pace,
 };
 use crate::hosts::keys;
 use crate::operation::Operation;
@@ -81,7 +81,7 @@ impl Step for AwayStep {
             Self::Announce => "announce",
             // As `watched` knows them.
             Self::Transfer => "transfer",
-            Self::Switch => "switch",
+            Self::Switch => SWITCH,
             Self::Finish => "finish",
             Self::DestroyKey => "destroy-key",
             Self::RemoveRows => "remove-rows",

@@ -33,7 +33,8 @@ impl Happening {
         let what = format!("{kind:?}, {self:?} {point:?} {step:?}");
         let (fault, times) = self.fault();
         let (faults, done) = at(step, TaskState::Running, point, fault, times);
-        if matches!(self, Self::NeverAnswered) && kind.is_past_commit(step) {
+        let asks_on = kind.is_past_commit(step) || kind.insists(step);
+        if matches!(self, Self::NeverAnswered) && asks_on {
             return goes_on_until_answered(kind, faults, &done, &what).await;
         }
         let crashes = matches!(self, Self::Crash);

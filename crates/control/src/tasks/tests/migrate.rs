@@ -20,7 +20,7 @@ use crate::tasks::pacing::PaceChange;
 use crate::tasks::run::{LiveProgress, Seen};
 
 /// The name of the other host.
-const OTHER_HOST: &str = "there";
+pub(super) const OTHER_HOST: &str = "there";
 
 /// The name of that host's own datastore.
 const FAR: &str = "far";
@@ -36,7 +36,7 @@ pub(super) enum Disks {
     WithSnapshot,
 }
 
-async fn other(fixture: &Fixture) -> HostId {
+pub(super) async fn other(fixture: &Fixture) -> HostId {
     let found = hosts::find(&mut fixture.store.read().await.unwrap(), OTHER_HOST).await;
     found.unwrap().unwrap().id
 }
@@ -47,7 +47,7 @@ async fn far(fixture: &Fixture) -> Option<DatastoreId> {
 }
 
 /// The disks of the VM of which an agent has files.
-fn files(agent: &SimulatedHost, vm: VmId) -> BTreeSet<DiskId> {
+pub(super) fn files(agent: &SimulatedHost, vm: VmId) -> BTreeSet<DiskId> {
     agent.disks().into_iter().filter(|(_, it)| it.vm == vm).map(|(disk, _)| disk).collect()
 }
 
@@ -99,6 +99,7 @@ impl Disks {
             datastore,
             downtime_milliseconds: None,
             compresses: false,
+            given_up: false,
         }
     }
 
@@ -184,6 +185,7 @@ pub(super) fn any(vm: VmId) -> Operation {
         datastore: None,
         downtime_milliseconds: None,
         compresses: false,
+        given_up: false,
     }
 }
 

@@ -1,0 +1,280 @@
+//! The other host of a migration falls silent at the switch. Whether it runs the guest nobody else knows: the guest goes on nowhere until that
+//! host answers, or an operator says that it is gone for good.
+
+use std::time::Duration;
+
+use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::id::{HostId, TaskId};
+use vmseal_secret::sealed_box::Recipient;
+
+use super::migrate::{Disks, OTHER_HOST, files, other};
+use super::*;
+use crate::services::{self, Caller};
+use crate::store::{hosts, placements};
+
+/// Much longer than a step is retried here.
+const AWAY: Duration = Duration::from_millis(300);
+
+/// When the other host falls silent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Silent {
+    /// It has not been asked to let the guest go.
+    Before,
+    /// It has let the guest go, and its answer is lost.
+    After,
+}
+
+impl Silent {
+    const BOTH: [Self; 2] = [Self::Before, Self::After];
+}
+
+/// A migration that waits at the switch for its other host.
+struct Bench {
+    fixture: Fixture,
+    there: SimulatedHost,
+    to: HostId,
+    vm: VmId,
+    task: TaskId,
+    when: Silent,
+    what: String,
+}
+
+impl Bench {
+    async fn new(disks: Disks, when: Silent, what: &str) -> Self {
+        let what = format!("{disks:?} {when:?} {what}");
+        let mut fixture = Fixture::new().await;
+        let vm = disks.before(&fixture).await;
+        let (there, to) = (fixture.agent_of(OTHER_HOST), other(&fixture).await);
+        match when {
+            Silent::After => there.inject(Call::CommitJob, 1, HostFault::FallSilentAfter),
+            Silent::Before => {
+                let (host, times) = (there.clone(), AtomicU32::new(0));
+                let at_switch = ("switch", TaskState::Running, FaultPoint::Before);
+                let faults: Faults = Arc::new(move |step, state, point| {
+                    let here = (step, state, point) == at_switch;
+                    if here && times.fetch_add(1, Ordering::SeqCst) == 0 {
+                        host.set_reachable(false);
+                    }
+                    Fault::None
+                });
+                fixture
+                    .restart(|engine: &mut Engine| engine.environment.faults = Some(faults))
+                    .await;
+            }
+        }
+        let task = fixture.begin(disks.operation(&fixture, vm).await, "web").await;
+        let this = Self { fixture, there, to, vm, task, when, what };
+        this.waits("let the guest go on").await;
+        this
+    }
+
+    fn id(&self) -> String {
+        self.task.to_string()
+    }
+
+    /// The task shows that it waits for the other host, and what can be done; nobody lets the guest go on, however long that is.
+    async fn waits(&self, at: &str) {
+        let what = &self.what;
+        let waiting = async || {
+            let shown = self.fixture.engine.shown(&self.fixture.task(self.task).await);
+            let waits = shown.at().starts_with(at)
+                && shown.at().ends_with(&format!("waiting for host '{OTHER_HOST}'"));
+            shown.waiting.filter(|_| waits)
+        };
+        let waiting = self.fixture.eventually("it waits for the other host", waiting).await;
+        let advice = format!("vmseal task cancel {} --force", self.task);
+        assert!(waiting.detail.contains(&advice), "{what}: {waiting:?}");
+        tokio::time::sleep(AWAY).await;
+        assert!(self.fixture.task(self.task).await.ended.is_none(), "{what}: it was given up");
+        assert!(!self.fixture.agent.runs(self.vm), "{what}: it goes on at the first host");
+        assert_eq!(self.there.runs(self.vm), self.when == Silent::After, "{what}");
+    }
+
+    async fn cancel(&self) {
+        self.fixture.engine.cancel(&self.id(), "me").await.unwrap();
+        self.waits("rolling back: let the guest go on").await;
+    }
+
+    /// The server restarts, and waits as before.
+    async fn restart(&mut self, at: &str) {
+        self.fixture.restart(|_| {}).await;
+        self.waits(at).await;
+    }
+
+    /// The other host answers again, and the server notices at once.
+    async fn come_back(&self) {
+        self.there.set_reachable(true);
+        let found = hosts::find(&mut self.fixture.store.read().await.unwrap(), OTHER_HOST).await;
+        self.fixture.hosts.add(&found.unwrap().unwrap()).unwrap();
+    }
+
+    async fn generation(&self) -> u64 {
+        let mut read = self.fixture.store.read().await.unwrap();
+        placements::generation(&mut read, self.vm).await.unwrap()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_switch_waits_for_the_other_host_however_long_that_is() {
+    for disks in [Disks::Shared, Disks::Copied] {
+        for when in Silent::BOTH {
+            for restarts in [false, true] {
+                let mut bench = Bench::new(disks, when, &format!("restarts: {restarts}")).await;
+                if restarts {
+                    bench.restart("let the guest go on").await;
+                }
+                bench.come_back().await;
+                bench.fixture.ends_well(bench.task).await;
+                disks.assert_done(&bench.fixture, bench.vm, &bench.what).await;
+                assert_eq!(bench.fixture.events("vm.migrated").await.len(), 1, "{}", bench.what);
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_switch_that_is_cancelled_is_undone_only_when_the_other_host_has_answered() {
+    for disks in [Disks::Shared, Disks::Copied] {
+        for when in Silent::BOTH {
+            for restarts in [false, true] {
+                let what = format!("cancelled, restarts: {restarts}");
+                let mut bench = Bench::new(disks, when, &what).await;
+                bench.cancel().await;
+                if restarts {
+                    bench.restart("rolling back: let the guest go on").await;
+                }
+                bench.come_back().await;
+                let ended = bench.fixture.ended(bench.task).await;
+                let (fixture, vm, what) = (&bench.fixture, bench.vm, &bench.what);
+                match when {
+                    Silent::Before => {
+                        assert_eq!(
+                            ended.state,
+                            TaskState::Cancelled,
+                            "{what}: {:?}",
+                            ended.problem
+                        );
+                        disks.assert_undone(fixture, vm, what).await;
+                    }
+                    Silent::After => {
+                        assert_eq!(ended.state, TaskState::Unknown, "{what}: {:?}", ended.problem);
+                        let problem = ended.problem.unwrap();
+                        disks.assert_unfinished(fixture, vm, &problem, what).await;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Without the operator's word nothing but the other host decides, where that has copies of the disks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_operator_gives_up_a_host_that_is_gone_for_good_and_the_guest_goes_on_where_it_was() {
+    for when in Silent::BOTH {
+        for (cancelled, stopped) in [(false, false), (false, true), (true, false), (true, true)] {
+            let what = format!("given up, cancelled before: {cancelled}, stopped: {stopped}");
+            let mut bench = Bench::new(Disks::Copied, when, &what).await;
+            let noticed = async || bench.fixture.hosts.connected(bench.to).is_err().then_some(());
+            bench.fixture.eventually("the server notices", noticed).await;
+            let generation = bench.generation().await;
+            if cancelled {
+                bench.cancel().await;
+            }
+            if stopped {
+                // What the operator has said outlives the server.
+                bench.fixture.engine.stop();
+            }
+            bench.fixture.engine.give_up(&bench.id(), "me").await.unwrap();
+            if stopped {
+                bench.fixture.restart(|_| {}).await;
+            }
+            let ended = bench.fixture.ended(bench.task).await;
+            let (fixture, vm, what) = (&bench.fixture, bench.vm, &bench.what);
+            assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
+            assert!(fixture.agent.runs(vm), "{what}: it stands still");
+            assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host, "{what}");
+            assert!(bench.generation().await > generation, "{what}: a lease may be as late");
+
+            bench.come_back().await;
+            let gone = async || {
+                let there = &bench.there;
+                let gone = !there.runs(vm) && !there.registered().contains(&vm);
+                (gone && files(there, vm).is_empty()).then_some(())
+            };
+            fixture.eventually("the other host ends and forgets it", gone).await;
+            let told = async || (fixture.events("vm.forgotten").await.len() == 1).then_some(());
+            fixture.eventually("that is told", told).await;
+            fixture.assert_whole(vm, Power::Running, what).await;
+            fixture.done(Disks::Copied.operation(fixture, vm).await, "web").await;
+            Disks::Copied.assert_done(fixture, vm, what).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_a_switch_whose_host_does_not_answer_is_given_up() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Copied.before(&fixture).await;
+    let there = fixture.agent_of(OTHER_HOST);
+    let refused = async |task: TaskId| {
+        let refused = fixture.engine.give_up(&task.to_string(), "me").await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+        refused.detail
+    };
+    // Before the switch.
+    fixture.agent.set_work(LONG);
+    let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
+    let sends = async || fixture.agent.departure(vm, task).map(drop);
+    fixture.eventually("it is sent", sends).await;
+    assert!(refused(task).await.contains("cancel the task without --force"));
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    assert!(refused(task).await.contains("has ended"));
+    // At the switch, while the host is there.
+    fixture.agent.set_work(Duration::ZERO);
+    for nth in 1..=5000 {
+        there.inject(Call::CommitJob, nth, HostFault::LoseRequest);
+    }
+    let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
+    let at_switch = async || (fixture.task(task).await.step == "switch").then_some(());
+    fixture.eventually("it is at the switch", at_switch).await;
+    assert!(refused(task).await.contains("answers, and knows"));
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let removed = services::hosts::remove(&services, &me, OTHER_HOST, true).await;
+    let Err(problem) = removed else { panic!("the host that decides may be removed") };
+    assert_eq!(problem.code, ErrorCode::InUse, "{problem}");
+    assert!(problem.detail.contains("on its way"), "{problem}");
+    there.forget_faults();
+    fixture.ends_well(task).await;
+    assert!(refused(task).await.contains("has ended"));
+    // Another task.
+    let stop = Operation::StopVm { vm, force: true, timeout_seconds: 1 };
+    let task = fixture.begin(stop, "web").await;
+    fixture.ended(task).await;
+    assert!(refused(task).await.contains("only a migration"));
+}
+
+/// A defect ends the task while it asks. The monitor of the first host knows no more than the task.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guest_whose_switch_was_never_decided_goes_on_only_when_an_operator_has_resolved_that() {
+    let mut fixture = Fixture::new().await;
+    let vm = Disks::Copied.before(&fixture).await;
+    let faults: Faults = Arc::new(|step, state, point| match (step, state, point) {
+        ("switch", TaskState::Running, FaultPoint::Before) => Fault::Fail(refused()),
+        ("switch", TaskState::RollingBack, FaultPoint::Before) => Fault::Panic,
+        _ => Fault::None,
+    });
+    fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
+    let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
+    assert!(fixture.alarms().await.contains(&"task-unfinished web".to_owned()));
+    // Once the host is connected, its monitor has dealt with what is left there.
+    fixture.restart(|_| {}).await;
+    assert!(fixture.agent.running().contains(&vm), "it was ended");
+    assert!(!fixture.agent.runs(vm), "its monitor lets it go on");
+    fixture.engine.resolve(&task.to_string(), "me").await.unwrap();
+    let goes_on = async || fixture.agent.runs(vm).then_some(());
+    fixture.eventually("it goes on", goes_on).await;
+    Disks::Copied.assert_undone(&fixture, vm, "resolved").await;
+}
