@@ -1,5 +1,7 @@
 //! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
 
+use std::net::SocketAddr;
+
 use vmseal_api::host::{
     Departure, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, SendJob,
     StopReason, VmSpec,
@@ -21,6 +23,11 @@ const DOWNTIME: u64 = 20;
 const DOWNTIME_EXPECTED: u64 = 300;
 
 impl SimulatedHost {
+    /// Sets where it waits for VMs.
+    pub fn set_migration_address(&self, address: SocketAddr) {
+        self.inside().migration_address = address;
+    }
+
     /// How a task sends a VM from here.
     #[must_use]
     pub fn departure(&self, vm: VmId, task: TaskId) -> Option<Departure> {

@@ -360,6 +360,20 @@ async fn a_task_tells_what_happened_first_whichever_host_is_heard_first() {
 }
 
 #[tokio::test]
+async fn a_host_that_is_called_by_a_name_is_sent_a_vm_at_its_address() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Shared.before(&fixture).await;
+    fixture.agent.set_work(LONG);
+    let there = fixture.agent_of(OTHER_HOST);
+    let expected = fixture.call_by_name(other(&fixture).await, &there).await;
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    let sent = async || fixture.agent.departure(vm, task);
+    assert_eq!(fixture.eventually("it is sent", sent).await.to, expected);
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+}
+
+#[tokio::test]
 async fn a_migration_is_sent_as_fast_as_the_task_says_and_the_guest_stands_still_as_long() {
     let fixture = Fixture::new().await;
     let vm = Disks::Shared.before(&fixture).await;
