@@ -305,10 +305,30 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     assert_eq!((ended.migration, migrated.sent, migrated.passes), (None, progress.sent * 4, 3));
     assert_eq!((migrated.downtime_milliseconds, migrated.sealing_milliseconds), (20, Some(40)));
     assert!(migrated.switch_milliseconds.is_some_and(|it| it <= migrated.milliseconds));
+    assert_eq!((migrated.memory_milliseconds, migrated.disks), (Some(400), None));
     assert_eq!(migrated.placed, Some(migrated.sent), "the destination has said so");
     let events = fixture.events("vm.migrated").await;
     let told = format!("from host 'here' to host 'there', encrypted: {migrated}");
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
+}
+
+#[tokio::test]
+async fn a_task_tells_apart_what_was_sent_of_the_memory_and_of_disks() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Copied.before(&fixture).await;
+    let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
+    let size: u64 = fixture.disks(vm).await.iter().map(|disk| disk.size).sum();
+    let disks = migrated.disks.unwrap();
+    assert!(size > 0 && migrated.sent > 0);
+    assert_eq!((disks.bytes, disks.milliseconds, disks.later_bytes), (size, 500, 0));
+    assert_eq!(disks.bytes_per_second(), Some(size * 2));
+    // Not of the whole time, of which most went into the disks.
+    assert_eq!(migrated.memory_milliseconds, Some(400));
+    assert_eq!(migrated.bytes_per_second(), Some(migrated.sent * 1000 / 400));
+    let events = fixture.events("vm.migrated").await;
+    assert!(events[0].detail.contains(&format!("; disks {disks}; ")), "{}", events[0].detail);
 }
 
 /// The source has handed the guest over. Only the missing job at the destination shows that the guest will not run there.
