@@ -225,10 +225,12 @@ async fn send_over(
     let copied = guest.copies.as_ref().map(ToCopy::told).unwrap_or_default();
     let still_for = guest.downtime_milliseconds;
     link.send(&Message::machine(machine, &guest.record, copied, still_for)?).await?;
-    let (disks, mut meter) = match &guest.copies {
+    let (disks, meter) = match &guest.copies {
         Some(copies) => {
-            let meter = link.disks_meter();
+            let mut meter = link.disks_meter();
             let disks = copy_disks(copies, guest.migration, &mut link, (&report, &meter)).await?;
+            // What the other host needs to start QEMU is no time of theirs.
+            meter.memory_follows();
             (Some(Box::new(disks)), Some(meter))
         }
         None => (None, None),
@@ -245,9 +247,6 @@ async fn send_over(
     let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
     let compression = if guest.compresses { Compressed::Sent } else { Compressed::Never };
     let carried = link.carry_memory(ours, compression, None)?;
-    if let Some(meter) = &mut meter {
-        meter.memory_follows();
-    }
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(qmp, &name).await;
         return Err(refuses(error));
