@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
 use vmseal_tests::eventually;
 use vmseal_tests::fio_guest;
@@ -74,6 +75,25 @@ fn has_marker(file: &Path) -> bool {
     contains(&bytes, MARKER) || contains(&bytes, SECRET)
 }
 
+/// What was sent of the memory and of the disks is told apart, while the guest is sent and at its end.
+fn counts_disks(watched: &str) {
+    let documents: Vec<Value> =
+        watched.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let last = &documents.last().unwrap()["migrated"];
+    let of = |what: &Value, name: &str| {
+        what[name].as_u64().unwrap_or_else(|| panic!("no {name} in {watched}"))
+    };
+    let (all, disks) = (of(last, "milliseconds"), &last["disks"]);
+    // More than what is said before anything is copied.
+    assert!(of(disks, "bytes") + of(disks, "later_bytes") > 4096, "{watched}");
+    assert!(of(last, "memory_milliseconds") > 0, "{watched}");
+    assert!(of(disks, "milliseconds") + of(last, "memory_milliseconds") <= all, "{watched}");
+    let seen = documents.iter().map(|task| &task["migration"]["progress"]);
+    // Of one that has begun: the first looks may come before anything is measured.
+    let mut begun = seen.filter(|progress| progress["sent"].as_u64().is_some_and(|sent| sent > 0));
+    assert!(begun.all(|progress| progress["disks"].is_object()), "{watched}");
+}
+
 /// The guest has what it had, and goes on counting.
 fn has_lost_nothing(here: &Installation) {
     let mut console = here.console(VM).unwrap();
@@ -93,8 +113,10 @@ fn a_guest_moves_with_its_disks_to_a_host_that_has_none_of_them_and_back() {
     assert!(refused.contains("it has no datastore 'nowhere'"), "{refused}");
     for (to, datastore) in [(THERE, Some("far")), (HERE, None), (THERE, None)] {
         let options = datastore.map(|name| ["--datastore", name]);
-        let command = ["vm", "migrate", VM, to].into_iter().chain(options.into_iter().flatten());
-        here.vmseal(&command.collect::<Vec<_>>()).unwrap();
+        let command = ["vm", "migrate", VM, to, "--watch", "-o", "json"];
+        let command = command.into_iter().chain(options.into_iter().flatten());
+        let watched = here.vmseal(&command.collect::<Vec<_>>()).unwrap();
+        counts_disks(&watched);
         is_on(&here, to, true);
         has_lost_nothing(&here);
     }

@@ -42,7 +42,7 @@ mod storage;
 mod timed;
 mod vm;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -83,7 +83,9 @@ pub async fn run(
 ) -> Result<(), AgentError> {
     let mut identity = host::identity::Identity::load(&state_dir)?;
     identity.address = listen.unwrap_or(identity.address);
-    options.migration_listen.get_or_insert_with(|| migration_address(&identity.address));
+    if options.migration_listen.is_none() {
+        options.migration_listen = Some(migration_address(&identity.address).await);
+    }
     let host = RealHost::start(options).await?;
     host.signs_as(&identity)?;
     let endpoint = host::http::Endpoint::bind(&identity).await?;
@@ -95,9 +97,50 @@ pub async fn run(
 /// The usual port at which running VMs of other hosts are received.
 const MIGRATION_PORT: u16 = 8446;
 
-/// Where running VMs of other hosts are received, unless an operator says otherwise: at the address of the agent.
-fn migration_address(agent: &str) -> SocketAddr {
-    let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-    let ip = agent.parse::<SocketAddr>().map_or(any, |address| address.ip());
+/// Where running VMs of other hosts are received, unless an operator says otherwise: at the address of the agent. If that is a name, at
+/// all addresses: this machine may have another one by that name for itself than it has for the server, which resolves it then.
+async fn migration_address(agent: &str) -> SocketAddr {
+    let ip = match agent.parse::<SocketAddr>() {
+        Ok(address) => address.ip(),
+        Err(_) => {
+            // A name that is not resolved is told when the agent listens.
+            let found = tokio::net::lookup_host(agent).await;
+            all_of(found.into_iter().flatten().map(|address| address.ip()))
+        }
+    };
     SocketAddr::new(ip, MIGRATION_PORT)
+}
+
+/// All addresses of the kind that a name has: of IPv6 only if it has no other ones, as a machine may have none of these.
+fn all_of(found: impl Iterator<Item = IpAddr>) -> IpAddr {
+    let found: Vec<IpAddr> = found.collect();
+    match !found.is_empty() && found.iter().all(IpAddr::is_ipv6) {
+        true => Ipv6Addr::UNSPECIFIED.into(),
+        false => Ipv4Addr::UNSPECIFIED.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn vms_are_received_at_the_address_of_the_agent_or_at_all_of_a_name() {
+        // The resolver takes an address in fewer than four parts for a name, and asks nobody for it.
+        for (agent, expected) in [
+            ("10.0.0.1:8444", "10.0.0.1:8446"),
+            ("[fd00::1]:1", "[fd00::1]:8446"),
+            ("192.0.513:8444", "0.0.0.0:8446"),
+        ] {
+            assert_eq!(migration_address(agent).await, expected.parse::<SocketAddr>().unwrap(), "{agent}");
+        }
+    }
+
+    #[test]
+    fn a_name_of_ipv6_alone_is_all_addresses_of_ipv6() {
+        let all = |found: &[&str]| all_of(found.iter().map(|ip| ip.parse().unwrap())).to_string();
+        assert_eq!(all(&["fd00::1", "fd00::2"]), "::");
+        assert_eq!(all(&["fd00::1", "10.0.0.1"]), "0.0.0.0");
+        assert_eq!(all(&[]), "0.0.0.0");
+    }
 }

@@ -10,6 +10,7 @@
 //! a whole-system test searches them for keys.
 
 mod levels;
+mod seldom;
 
 use std::io::IsTerminal;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -22,6 +23,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::{Registry, reload};
 
 pub use levels::{LEN_MAX, Levels, LevelsError};
+pub use seldom::Seldom;
 
 /// The environment variable with the initial levels.
 const VARIABLE: &str = "RUST_LOG";

@@ -1,8 +1,10 @@
 //! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
 
+use std::net::SocketAddr;
+
 use vmseal_api::host::{
-    Departure, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork, SendJob,
-    StopReason, VmSpec,
+    Departure, DisksSent, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork,
+    SendJob, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,7 +22,16 @@ const PASSES: u64 = 3;
 const DOWNTIME: u64 = 20;
 const DOWNTIME_EXPECTED: u64 = 300;
 
+/// How long disks, and all of the memory, are sent, in milliseconds.
+const DISKS_TAKE: u64 = 500;
+const MEMORY_TAKES: u64 = 400;
+
 impl SimulatedHost {
+    /// Sets where it waits for VMs.
+    pub fn set_migration_address(&self, address: SocketAddr) {
+        self.inside().migration_address = address;
+    }
+
     /// How a task sends a VM from here.
     #[must_use]
     pub fn departure(&self, vm: VmId, task: TaskId) -> Option<Departure> {
@@ -61,6 +72,8 @@ fn begun(vm: &VmSpec) -> MigrationProgress {
         throttle: 0,
         all_sent: false,
         sealing: Some(SealingWork { cpu_milliseconds: 10, cpu_percent: 40 }),
+        memory_milliseconds: Some(MEMORY_TAKES / 4),
+        disks: None,
         placed: None,
     }
 }
@@ -82,8 +95,18 @@ fn all_sent(vm: &VmSpec) -> MigrationProgress {
         downtime_milliseconds: DOWNTIME,
         all_sent: true,
         sealing: Some(SealingWork { cpu_milliseconds: 40, cpu_percent: 40 }),
+        memory_milliseconds: Some(MEMORY_TAKES),
         ..begun(vm)
     }
+}
+
+/// What is sent of the disks that the other host gets copies of; none where there are none.
+fn sent_of_copies(vm: &VmSpec, job: Option<&JobSpec>) -> Option<DisksSent> {
+    let Some(JobSpec::Send(SendJob { copies, .. })) = job else { return None };
+    let copied = vm.disks().filter(|disk| copies.contains(&disk.disk));
+    let bytes = copied.map(|disk| disk.size).sum();
+    let sent = DisksSent { bytes, milliseconds: DISKS_TAKE, later_bytes: 0 };
+    (!copies.is_empty()).then_some(sent)
 }
 
 /// The generation of a VM's placement here, where a job receives it and it is off; and whether it is suspended.
@@ -128,7 +151,8 @@ impl Inside {
             true => MigrationProgress::default(),
             false => begun(&known.spec),
         };
-        known.jobs.migrates(task, progress);
+        let disks = sent_of_copies(&known.spec, known.jobs.spec(task));
+        known.jobs.migrates(task, MigrationProgress { disks, ..progress });
         Ok(())
     }
 
@@ -283,14 +307,13 @@ impl Inside {
         }
         if let Ok(known) = self.known(vm) {
             let placed = Some(known.spec.memory).filter(|_| !at_rest);
-            known.jobs.migrates(
-                task,
-                match sent {
-                    true if at_rest => disks_sent(&known.spec),
-                    true => all_sent(&known.spec),
-                    false => MigrationProgress { placed, ..MigrationProgress::default() },
-                },
-            );
+            let disks = sent_of_copies(&known.spec, known.jobs.spec(task));
+            let progress = match sent {
+                true if at_rest => disks_sent(&known.spec),
+                true => all_sent(&known.spec),
+                false => MigrationProgress { placed, ..MigrationProgress::default() },
+            };
+            known.jobs.migrates(task, MigrationProgress { disks, ..progress });
             known.jobs.migrated(task, Ok(()));
         }
         self.agent.publish(vm);

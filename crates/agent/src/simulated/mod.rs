@@ -373,6 +373,8 @@ struct Inside {
     other_media: bool,
     /// The version of QEMU that it reports.
     qemu: String,
+    /// Where it waits for VMs.
+    migration_address: SocketAddr,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -425,6 +427,7 @@ impl SimulatedHost {
             },
             other_media: false,
             qemu: "simulated".to_owned(),
+            migration_address: SocketAddr::from(([127, 0, 0, 1], 8445)),
             halfway: false,
         })))
     }
@@ -711,7 +714,7 @@ impl Inside {
             aes_hardware: true,
             run_dir: "/run/vmseal".to_owned(),
             transfer_directories: vec!["/".to_owned()],
-            migration_address: Some(SocketAddr::from(([127, 0, 0, 1], 8445))),
+            migration_address: Some(self.migration_address),
             weaknesses: Vec::new(),
         }
     }

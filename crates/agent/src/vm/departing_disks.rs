@@ -12,7 +12,7 @@
 //! writes later.
 
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
@@ -23,6 +23,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::size::Size;
 use vmseal_secret::SecretBytes;
 
+use super::disks_meter::Rate;
 use super::internal;
 use super::lacking::{Nearing, READY_BYTES};
 use super::migration::{Link, lost, unexpected};
@@ -169,9 +170,14 @@ impl DepartingDisks {
     pub async fn until_small(&self, tell: impl Fn(MigrationProgress)) -> Result<(), Problem> {
         let looks = Pace::up_to(PROGRESS_INTERVAL);
         let mut nearing = Nearing::of(self.sizes.iter().copied());
+        let mut writes: Option<Rate> = None;
         loop {
-            let (lacking, copied) = self.lacking().await?;
-            tell(MigrationProgress { remaining: lacking, sent: copied, ..Default::default() });
+            let Copies { lacking, copied, written } = self.copies().await?;
+            let now = Instant::now();
+            let writes = writes.get_or_insert_with(|| Rate::begin(written, now));
+            let dirty_rate = writes.measure(written, now);
+            let (remaining, sent) = (lacking, copied);
+            tell(MigrationProgress { remaining, sent, dirty_rate, ..Default::default() });
             if nearing.is_ready(lacking) {
                 return Ok(());
             }
@@ -185,12 +191,12 @@ impl DepartingDisks {
     /// The filter's; `internal`: it takes longer than the guest may stand still.
     pub async fn until_complete_soon(&self, guest: &StandStill) -> Result<(), Problem> {
         let little = guest.last_bytes(READY_BYTES);
-        let lacking = self.lacking().await?.0;
+        let lacking = self.copies().await?.lacking;
         if lacking <= little {
             return Ok(());
         }
         let small = async {
-            while self.lacking().await?.0 > little {
+            while self.copies().await?.lacking > little {
                 tokio::time::sleep(REST_INTERVAL).await;
             }
             Ok(())
@@ -205,19 +211,21 @@ impl DepartingDisks {
         timeout(limit, small).await.unwrap_or_else(|_| Err(late()))
     }
 
-    /// How many bytes the copies lack, and how many were copied.
-    async fn lacking(&self) -> Result<(u64, u64), Problem> {
+    /// How far the copies are.
+    async fn copies(&self) -> Result<Copies, Problem> {
+        let mut all = Copies::default();
         if self.written.is_empty() {
-            return Ok((0, 0));
+            return Ok(all);
         }
         let status = self.control.status().await.map_err(internal)?;
-        let (mut lacking, mut copied) = (0, 0);
         for id in &self.written {
             let disk = status.disks.iter().find(|disk| disk.disk == *id);
-            let (dirty, done) = disk.map_or_else(|| Err(restarted()), of_copy)?;
-            (lacking, copied) = (lacking + dirty, copied + done);
+            let copy = disk.map_or_else(|| Err(restarted()), of_copy)?;
+            all.lacking += copy.lacking;
+            all.copied += copy.copied;
+            all.written += copy.written;
         }
-        Ok((lacking, copied))
+        Ok(all)
     }
 
     /// The filter has let them go: waits until the other host has all.
@@ -236,11 +244,26 @@ impl DepartingDisks {
     }
 }
 
-fn of_copy(disk: &DiskStatus) -> Result<(u64, u64), Problem> {
+/// How far copies are, in bytes.
+#[derive(Default)]
+struct Copies {
+    /// What they lack.
+    lacking: u64,
+    /// What was copied.
+    copied: u64,
+    /// What the guest has written to their disks since its filter began.
+    written: u64,
+}
+
+fn of_copy(disk: &DiskStatus) -> Result<Copies, Problem> {
     let mirror = disk.mirror.as_ref().ok_or_else(restarted)?;
     match &mirror.last_error {
         Some(error) => Err(internal(format!("a disk cannot be copied: {error}"))),
-        None => Ok((mirror.dirty_bytes, mirror.copied_bytes)),
+        None => Ok(Copies {
+            lacking: mirror.dirty_bytes,
+            copied: mirror.copied_bytes,
+            written: disk.counters.written_bytes,
+        }),
     }
 }
 

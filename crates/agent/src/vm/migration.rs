@@ -46,6 +46,7 @@ use vmseal_secret::derive::migrated_disk_key;
 use vmseal_secret::wrap::{unwrap, wrap};
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
+use super::disks_meter::DisksMeter;
 use super::sealing_meter::SealingMeter;
 use super::{Shared, internal};
 use crate::hypervisor::qmp::{Qmp, QmpError};
@@ -375,6 +376,11 @@ impl Link {
         SealingMeter::new(self.session.handle())
     }
 
+    /// What measures how its disks are sent, from now on.
+    pub fn disks_meter(&self) -> DisksMeter {
+        DisksMeter::begin(self.session.handle(), usize::from(DISK_STREAM))
+    }
+
     /// Ends the control channel. All has been carried.
     pub async fn finish(self) {
         // Nothing depends on this end: the end of the memory's stream says that all of it has come.
@@ -465,6 +471,9 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
         throttle: number(&state["cpu-throttle-percentage"]),
         all_sent: state["status"] == "completed",
         sealing: None,
+        // 0 for a moment when all is sent.
+        memory_milliseconds: Some(number(&state["total-time"])).filter(|time| *time > 0),
+        disks: None,
         placed: None,
     }
 }
@@ -504,6 +513,7 @@ mod tests {
     fn how_far_a_migration_is_is_read_from_what_qemu_says() {
         let state = json!({
             "status": "active", "expected-downtime": 300, "cpu-throttle-percentage": 20,
+            "total-time": 1500,
             "ram": {"remaining": 5, "transferred": 7, "dirty-sync-count": 2, "dirty-pages-rate": 3,
                     "page-size": 4096, "mbps": 8.0}
         });
@@ -517,12 +527,15 @@ mod tests {
             throttle: 20,
             all_sent: false,
             sealing: None,
+            memory_milliseconds: Some(1500),
+            disks: None,
             placed: None,
         };
         assert_eq!(progress_of(&state), expected);
         assert_eq!(progress_of(&json!({"status": "setup"})), MigrationProgress::default());
-        let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300});
+        let done = json!({"status": "completed", "downtime": 12, "expected-downtime": 300, "total-time": 0});
         let done = progress_of(&done);
         assert_eq!((done.downtime_milliseconds, done.all_sent), (12, true));
+        assert_eq!(done.memory_milliseconds, None, "it has not measured it yet");
     }
 }

@@ -30,6 +30,7 @@ mod convergence;
 mod converting;
 mod departing_disks;
 mod departing_parts;
+mod disks_meter;
 mod dumping;
 mod exposed;
 mod guest_addresses;

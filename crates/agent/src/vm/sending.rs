@@ -19,6 +19,7 @@ use vmseal_api::problem::Problem;
 
 use super::departing_disks::DepartingDisks;
 use super::departing_parts;
+use super::disks_meter::DisksMeter;
 use super::internal;
 use super::migration::{
     Link, Message, PREPARE_TIMEOUT, lost, machine_of, progress_of, refused, set_capabilities,
@@ -60,6 +61,8 @@ pub struct Sent {
     link: Link,
     /// The disks that are copied.
     pub disks: Option<Box<DepartingDisks>>,
+    /// How far it was when all of the memory was sent, and what counts the disks; none where none are copied.
+    counted: Option<Box<(MigrationProgress, DisksMeter)>>,
     /// How long its guest may stand still.
     still: StandStill,
 }
@@ -89,16 +92,20 @@ impl Sent {
         }
     }
 
-    /// The guest's filter has let its disks go.
+    /// The guest's filter has let its disks go. Returns how far it was, with all that was sent of disks, where some were copied.
     ///
     /// # Errors
     /// Those of the connection: the other host may not have all of the copied disks.
-    pub async fn end(self) -> Result<(), Problem> {
+    pub async fn end(self) -> Result<Option<MigrationProgress>, Problem> {
         if let Some(disks) = self.disks {
             disks.end(&self.still).await?;
         }
+        let progress = self.counted.map(|counted| {
+            let (progress, meter) = *counted;
+            MigrationProgress { disks: Some(meter.sent()), ..progress }
+        });
         self.link.finish().await;
-        Ok(())
+        Ok(progress)
     }
 }
 
@@ -218,11 +225,15 @@ async fn send_over(
     let copied = guest.copies.as_ref().map(ToCopy::told).unwrap_or_default();
     let still_for = guest.downtime_milliseconds;
     link.send(&Message::machine(machine, &guest.record, copied, still_for)?).await?;
-    let disks = match &guest.copies {
+    let (disks, meter) = match &guest.copies {
         Some(copies) => {
-            Some(Box::new(copy_disks(copies, guest.migration, &mut link, &report).await?))
+            let mut meter = link.disks_meter();
+            let disks = copy_disks(copies, guest.migration, &mut link, (&report, &meter)).await?;
+            // What the other host needs to start QEMU is no time of theirs.
+            meter.memory_follows();
+            (Some(Box::new(disks)), Some(meter))
         }
-        None => None,
+        None => (None, None),
     };
     match link.receive(PREPARE_TIMEOUT).await? {
         Message::Ready => {}
@@ -242,15 +253,22 @@ async fn send_over(
     }
     let (mut sealing, mut told) = (link.sealing_meter(), None::<Instant>);
     let (mut still, mut rate) = (StandStill::of(guest.downtime_milliseconds), 0);
+    let mut took = None;
     let tell = |state: &Value| {
         let progress = progress_of(state);
-        // Not each answer has one.
+        // Not each answer has one, nor a time.
         rate = if progress.rate > 0 { progress.rate } else { rate };
+        took = progress.memory_milliseconds.or(took);
         if !progress.all_sent && told.is_some_and(|told| told.elapsed() < REPORT_INTERVAL) {
             return;
         }
         told = Some(Instant::now());
-        report.send_replace(MigrationProgress { sealing: Some(sealing.read()), ..progress });
+        report.send_replace(MigrationProgress {
+            sealing: Some(sealing.read()),
+            memory_milliseconds: took,
+            disks: meter.as_ref().map(DisksMeter::sent),
+            ..progress
+        });
     };
     // First what the connection says: QEMU only finds its socket closed. When it has closed its end, what it wrote is sealed, sent
     // and ended.
@@ -265,7 +283,8 @@ async fn send_over(
         problem = held(qmp, &still) => return Err(problem),
     }
     still.all_sent(rate);
-    Ok(Sent { link, disks, still })
+    let counted = meter.map(|meter| Box::new((*report.borrow(), meter)));
+    Ok(Sent { link, disks, counted, still })
 }
 
 /// How long QEMU may answer nothing: it does not while it sends the rest of the memory. A guest that is held is noticed before.
@@ -287,10 +306,10 @@ async fn copy_disks(
     copies: &ToCopy,
     migration: MigrationId,
     link: &mut Link,
-    report: &watch::Sender<MigrationProgress>,
+    (report, meter): (&watch::Sender<MigrationProgress>, &DisksMeter),
 ) -> Result<DepartingDisks, Problem> {
     let tell = |progress| {
-        report.send_replace(progress);
+        report.send_replace(meter.measured(progress));
     };
     let failed = link.failed();
     let copied = async {

@@ -115,7 +115,8 @@ async fn send_disks(
     link: &mut Link,
     show: &Progress,
 ) -> Result<(), Problem> {
-    let tell = |progress| show.progress(Report::Sending(progress));
+    let meter = link.disks_meter();
+    let tell = |progress| show.progress(Report::Sending(meter.measured(progress)));
     let (ids, before) = copies.told();
     link.send(&Message::AtRest { copies: ids, before }).await?;
     let keys = departing_parts::send(copies, migration, link, tell).await?;

@@ -174,13 +174,14 @@ impl ReceiveJob {
 pub struct MigrationProgress {
     /// How often the memory was gone through.
     pub passes: u64,
-    /// What is left to send of the memory, in bytes.
+    /// What is left to send of the memory, in bytes; before that is sent, what the copies of disks lack.
     pub remaining: u64,
-    /// What has been sent, in bytes.
+    /// What has been sent of the memory, in bytes; before that is sent, what has been copied of the disks. Their holes do not count.
     pub sent: u64,
-    /// How much memory the guest changes, in bytes a second, as QEMU measures it.
+    /// How much memory the guest changes, in bytes a second, as QEMU measures it; before that is sent, how much the guest writes to the
+    /// disks that are copied. Earlier agents do not say the latter.
     pub dirty_rate: u64,
-    /// How fast QEMU sends, in bytes a second.
+    /// How fast QEMU sends, in bytes a second; before that, how fast disks are sent. Earlier agents do not say the latter.
     pub rate: u64,
     /// How long the guest would stand still now, in milliseconds; after the switch-over, how long QEMU says that it did.
     pub downtime_milliseconds: u64,
@@ -192,6 +193,12 @@ pub struct MigrationProgress {
     /// What the threads of the source need that read, seal and send it. Earlier agents do not say so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sealing: Option<SealingWork>,
+    /// How long the memory has been sent, in milliseconds, as QEMU measures it. Earlier agents do not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_milliseconds: Option<u64>,
+    /// What has been sent of the disks that the destination gets copies of; none if there are none. Earlier agents do not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disks: Option<DisksSent>,
     /// What the destination's agent has written into the guest's memory itself, in bytes. Only the destination says it; none where
     /// QEMU has loaded all of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -208,6 +215,18 @@ pub struct SealingWork {
     pub cpu_percent: u64,
 }
 
+/// What was sent of disks, with the snapshots and memories that are sent with them: what their connections carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct DisksSent {
+    /// Until the memory followed, in bytes.
+    pub bytes: u64,
+    /// How long that took, in milliseconds.
+    pub milliseconds: u64,
+    /// While the memory was sent and the guest stood still, in bytes: what it had changed.
+    pub later_bytes: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -222,6 +241,7 @@ mod tests {
             (read.all_sent, read.sealing, read.placed, read.throttle),
             (false, None, None, 7)
         );
+        assert_eq!((read.memory_milliseconds, read.disks), (None, None));
         assert_eq!(serde_json::to_string(&read).unwrap(), EARLIER, "what it does not know is sent");
     }
 }

@@ -115,8 +115,8 @@ pub use self::key::{
 };
 pub use self::medium::MediumFacts;
 pub use self::migration::{
-    Arrival, ArrivingCopies, ArrivingCopy, Departure, MIGRATION_KEY_LEN, MigrationProgress,
-    MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,
+    Arrival, ArrivingCopies, ArrivingCopy, Departure, DisksSent, MIGRATION_KEY_LEN,
+    MigrationProgress, MigrationSession, ReceiveJob, SealingWork, SendJob, migration_info,
 };
 pub use self::state::{
     DiskSettings, DiskState, HostState, KeyState, Notice, NoticeCode, Power, StartedWith,

@@ -258,6 +258,8 @@ mod tests {
         let migrated = Migrated {
             milliseconds: 2000,
             sent: 2 << 30,
+            memory_milliseconds: None,
+            disks: None,
             passes: 3,
             downtime_milliseconds: 20,
             switch_milliseconds: Some(80),

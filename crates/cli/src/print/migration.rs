@@ -9,15 +9,35 @@ use vmseal_api::size::Measured;
 pub fn line(migration: &Migration) -> String {
     let phase = migration.phase.name();
     match (migration.phase, &migration.progress) {
-        (MigrationPhase::Disks, Some(MigrationProgress { sent, remaining, .. })) => {
-            format!("{phase}, {} copied, {} left", Measured(*sent), Measured(*remaining))
-        }
+        (MigrationPhase::Disks, Some(progress)) => disks(phase, progress),
         (MigrationPhase::Memory, Some(progress)) => memory(progress),
-        (MigrationPhase::SwitchOver, Some(MigrationProgress { sent, passes, .. })) => {
-            format!("{phase}, {} sent, pass {passes}", Measured(*sent))
+        (MigrationPhase::SwitchOver, Some(progress)) => {
+            let MigrationProgress { sent, passes, .. } = progress;
+            format!("{phase}, {} sent, pass {passes}{}", Measured(*sent), beside(progress))
         }
         _ => phase.to_owned(),
     }
+}
+
+/// Agents of earlier versions do not say how fast disks are sent, and do not count what is sent of them.
+fn disks(phase: &str, progress: &MigrationProgress) -> String {
+    let MigrationProgress { sent, remaining, rate, dirty_rate, .. } = progress;
+    let mut line = format!("{phase}, {} copied, {} left", Measured(*sent), Measured(*remaining));
+    if progress.disks.is_some() {
+        let (rate, dirty_rate) = (Measured(*rate), Measured(*dirty_rate));
+        line += &format!(", sent at {rate}/s, the guest writes {dirty_rate}/s");
+    }
+    if let Some(sealing) = &progress.sealing {
+        line += &format!(", sealing {}", cores(sealing));
+    }
+    line
+}
+
+/// What was sent of disks beside the memory; nothing where there were none.
+fn beside(progress: &MigrationProgress) -> String {
+    progress.disks.map_or_else(String::new, |disks| {
+        format!(", {} of disks", Measured(disks.bytes.saturating_add(disks.later_bytes)))
+    })
 }
 
 fn memory(progress: &MigrationProgress) -> String {
@@ -36,7 +56,7 @@ fn memory(progress: &MigrationProgress) -> String {
     if let Some(sealing) = &progress.sealing {
         line += &format!(", sealing {}", cores(sealing));
     }
-    line
+    line + &beside(progress)
 }
 
 fn cores(sealing: &SealingWork) -> String {
@@ -76,11 +96,14 @@ fn measured(progress: &MigrationProgress) -> Vec<(&'static str, String)> {
         ("SLOWED DOWN BY", format!("{} %", progress.throttle)),
     ];
     measured.extend(progress.sealing.iter().map(|sealing| ("SEALING", cores(sealing))));
+    measured.extend(progress.disks.iter().map(|disks| ("DISKS", disks.to_string())));
     measured
 }
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::host::DisksSent;
+
     use super::*;
 
     #[test]
@@ -107,5 +130,29 @@ mod tests {
         let still = told(MigrationPhase::SwitchOver, Some(progress));
         assert_eq!(still, "switch-over, 1.0 GiB sent, pass 2");
         assert_eq!(told(MigrationPhase::Finishing, Some(progress)), "finishing");
+    }
+
+    #[test]
+    fn what_is_sent_of_disks_is_told_apart() {
+        let disks = DisksSent { bytes: 3 << 30, milliseconds: 10_000, later_bytes: 1 << 30 };
+        let progress = MigrationProgress {
+            remaining: 96 << 20,
+            sent: 1 << 30,
+            dirty_rate: 8 << 20,
+            rate: 300 << 20,
+            sealing: Some(SealingWork { cpu_milliseconds: 900, cpu_percent: 67 }),
+            disks: Some(disks),
+            ..MigrationProgress::default()
+        };
+        let told = |phase| line(&Migration { phase, progress: Some(progress), encrypted: None });
+        let expected = "disks, 1.0 GiB copied, 96.0 MiB left, sent at 300.0 MiB/s, the guest writes 8.0 MiB/s, sealing 0.67 cores";
+        assert_eq!(told(MigrationPhase::Disks), expected);
+        let memory = told(MigrationPhase::Memory);
+        assert!(memory.ends_with(", sealing 0.67 cores, 4.0 GiB of disks"), "{memory}");
+        let still = told(MigrationPhase::SwitchOver);
+        assert_eq!(still, "switch-over, 1.0 GiB sent, pass 0, 4.0 GiB of disks");
+        let shown = measured(&progress);
+        let row = shown.iter().find(|(name, _)| *name == "DISKS").map(|(_, row)| row.as_str());
+        assert_eq!(row, Some("3.0 GiB in 10.0 s (307.2 MiB/s), and 1.0 GiB after that"));
     }
 }

@@ -16,11 +16,11 @@ pub(super) mod away;
 mod cause;
 pub(crate) mod left;
 pub(super) mod new_vm;
+mod reach;
 mod undecided;
 pub(super) mod watched;
 
 use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -42,6 +42,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::{SecretBytes, sealed_box};
 
 use self::cause::{OtherHostWait, Said, Verdict, at_destination, at_source, judge};
+pub(crate) use self::reach::reachable;
 use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
@@ -373,6 +374,7 @@ async fn begin(
     let address = there
         .migration_address
         .ok_or_else(|| wrong_state(format!("host '{}' has no address for migrations", to.name)))?;
+    let reached = reachable(address, &to.name, &to.address).await?;
     let spec = hosts::definition_with(run.store(), vm.id, ends.to, &checked.copies).await?;
     let spec = hosts::for_agent(spec, Some(&there));
     let kek = match &vm.key {
@@ -399,7 +401,7 @@ async fn begin(
     destination.put_job(vm.id, run.task.id, JobSpec::Receive(job)).await?;
     let departure = Departure {
         session: session(&here.key_box, &vm.host_name)?,
-        to: reachable(address, &to.address),
+        to: reached,
         downtime_milliseconds: ends.downtime_milliseconds,
         bytes_per_second: run.pace().bytes_per_second,
         compresses: ends.compresses,
@@ -446,19 +448,6 @@ fn nonce() -> Result<u64, StepError> {
     let random = SecretBytes::random(8).map_err(|error| crate::internal(&error))?;
     let bytes: [u8; 8] = random.expose().try_into().map_err(|_| internal("a nonce of 8 bytes"))?;
     Ok(u64::from_le_bytes(bytes))
-}
-
-/// Where another host connects to: an agent that waits at all of its addresses is reached at the one that the server knows.
-pub(crate) fn reachable(address: SocketAddr, agent: &str) -> SocketAddr {
-    if !address.ip().is_unspecified() {
-        return address;
-    }
-    let host = agent.rsplit_once(':').map_or(agent, |(host, _)| host);
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    match host.parse::<IpAddr>() {
-        Ok(ip) => SocketAddr::new(ip, address.port()),
-        Err(_) => address,
-    }
 }
 
 /// Follows both hosts until the guest is between them. The source is told when the task is given another rate.
@@ -666,21 +655,4 @@ pub(super) fn unfinished(target: &str, cause: &Problem) -> Problem {
         "VM '{target}' runs on the other host, and what is left of it at the former one could not be removed: {cause}. It is removed when that host's agent answers again"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_agent_that_waits_at_all_addresses_is_reached_at_the_one_that_is_known() {
-        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
-        for (address, agent, expected) in [
-            ("10.0.0.1:7444", "10.0.0.9:7443", "10.0.0.1:7444"),
-            ("0.0.0.0:7444", "10.0.0.9:7443", "10.0.0.9:7444"),
-            ("[::]:7444", "[fd00::1]:7443", "[fd00::1]:7444"),
-        ] {
-            assert_eq!(reachable(at(address), agent), at(expected), "{address} {agent}");
-        }
-    }
 }

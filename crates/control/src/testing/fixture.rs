@@ -1,5 +1,6 @@
 //! A control plane without HTTP with simulated hosts: it can crash, and start again from its inventory.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -144,6 +145,18 @@ impl Fixture {
     /// The agent of a host that was added.
     pub fn agent_of(&self, name: &str) -> SimulatedHost {
         self.connector.others.lock().unwrap()[name].clone()
+    }
+
+    /// Has the server call a host by a name, and the agent there wait for VMs at all of its addresses. Returns where they are sent to.
+    ///
+    /// The resolver takes an address in fewer than four parts for a name, and asks nobody for it.
+    pub async fn call_by_name(&self, host: HostId, agent: &SimulatedHost) -> SocketAddr {
+        const PORT: u16 = 8446;
+        let mut write = self.store.write().await.unwrap();
+        hosts::set_address(&mut write, host, "192.0.513:8444").await.unwrap();
+        write.commit().await.unwrap();
+        agent.set_migration_address((Ipv4Addr::UNSPECIFIED, PORT).into());
+        (Ipv4Addr::new(192, 0, 2, 1), PORT).into()
     }
 
     /// Gives a host that was added the datastore of the first one.

@@ -10,6 +10,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
+use vmseal_log::Seldom;
 
 /// Connections that may be in their TLS handshake; strangers get no further.
 const HANDSHAKES_MAX: usize = 32;
@@ -42,12 +43,20 @@ impl TlsListener {
     }
 }
 
+/// What is logged of strangers.
+#[derive(Default)]
+struct Told {
+    refused: Seldom,
+    slow: Seldom,
+}
+
 async fn accept(
     listener: TcpListener,
     acceptor: TlsAcceptor,
     accepted: mpsc::Sender<(TlsStream<TcpStream>, SocketAddr)>,
 ) {
     let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    let told = Arc::new(Told::default());
     loop {
         let connection = tokio::select! {
             connection = listener.accept() => connection,
@@ -62,7 +71,7 @@ async fn accept(
             }
         };
         let Ok(permit) = handshakes.clone().acquire_owned().await else { return };
-        let (acceptor, accepted) = (acceptor.clone(), accepted.clone());
+        let (acceptor, accepted, told) = (acceptor.clone(), accepted.clone(), told.clone());
         tokio::spawn(async move {
             let _permit = permit;
             // Key strokes wait for nobody; a socket that refuses this works all the same.
@@ -72,8 +81,16 @@ async fn accept(
                     // The server may be shutting down.
                     let _ = accepted.send((stream, peer)).await;
                 }
-                Ok(Err(error)) => tracing::info!(%peer, %error, "a connection is refused"),
-                Err(_) => tracing::info!(%peer, "a connection's handshake takes too long"),
+                Ok(Err(error)) => {
+                    if let Some(unlogged) = told.refused.due() {
+                        tracing::info!(%peer, %error, unlogged, "a connection is refused");
+                    }
+                }
+                Err(_) => {
+                    if let Some(unlogged) = told.slow.due() {
+                        tracing::info!(%peer, unlogged, "a connection's handshake takes too long");
+                    }
+                }
             }
         });
     }

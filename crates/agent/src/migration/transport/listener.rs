@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use uuid::Uuid;
+use vmseal_log::Seldom;
 use vmseal_seal::wire::{Accepting, HELLO_LEN, Hello, HelloError, PROOF_LEN, Spec};
 
 use super::error::TransportError;
@@ -52,13 +53,20 @@ pub struct Refused {
 
 #[derive(Default)]
 struct Counters {
-    crowded: AtomicU64,
-    hello: AtomicU64,
-    unknown_migration: AtomicU64,
-    proof: AtomicU64,
-    taken: AtomicU64,
-    timed_out: AtomicU64,
-    lost: AtomicU64,
+    crowded: Counter,
+    hello: Counter,
+    unknown_migration: Counter,
+    proof: Counter,
+    taken: Counter,
+    timed_out: Counter,
+    lost: Counter,
+}
+
+/// Connections that were refused for one reason. Each has lines of its own, so that a port scan does not hide who tries a wrong key.
+#[derive(Default)]
+struct Counter {
+    refused: AtomicU64,
+    told: Seldom,
 }
 
 /// Why a connection is closed.
@@ -139,7 +147,7 @@ impl Listener {
     /// What was refused since it listens.
     #[must_use]
     pub fn refused(&self) -> Refused {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let load = |counter: &Counter| counter.refused.load(Ordering::Relaxed);
         let refused = &self.registry.refused;
         Refused {
             crowded: load(&refused.crowded),
@@ -213,7 +221,9 @@ async fn accept(listener: TcpListener, registry: Arc<Registry>) {
         match listener.accept().await {
             Ok((socket, from)) => match registry.admit(from.ip()) {
                 Ok(place) => drop(tokio::spawn(greet(socket, from, place))),
-                Err(refusal) => registry.count(from, &refusal),
+                Err(refusal) => {
+                    registry.count(from, &refusal);
+                }
             },
             Err(error) => {
                 tracing::warn!(%error, "a connection to the migration port was not accepted");
@@ -252,7 +262,8 @@ impl Registry {
         Ok(Place { registry: self.clone(), source })
     }
 
-    fn count(&self, from: SocketAddr, refusal: &Refusal) {
+    /// Counts a refusal, and logs it unless others were just before; true if it was logged.
+    fn count(&self, from: SocketAddr, refusal: &Refusal) -> bool {
         let counter = match refusal {
             Refusal::Crowded => &self.refused.crowded,
             Refusal::Hello(_) => &self.refused.hello,
@@ -262,8 +273,10 @@ impl Registry {
             Refusal::TimedOut => &self.refused.timed_out,
             Refusal::Lost(_) => &self.refused.lost,
         };
-        counter.fetch_add(1, Ordering::Relaxed);
-        tracing::info!(%from, %refusal, "a connection to the migration port was refused");
+        counter.refused.fetch_add(1, Ordering::Relaxed);
+        let Some(unlogged) = counter.told.due() else { return false };
+        tracing::info!(%from, %refusal, unlogged, "a connection to the migration port was refused");
+        true
     }
 }
 
@@ -274,7 +287,10 @@ async fn greet(mut socket: TcpStream, from: SocketAddr, place: Place) {
     drop(place);
     let (entry, stream, ends) = match done.unwrap_or(Err(Refusal::TimedOut)) {
         Ok(proven) => proven,
-        Err(refusal) => return registry.count(from, &refusal),
+        Err(refusal) => {
+            registry.count(from, &refusal);
+            return;
+        }
     };
     let opened = match ends {
         Ok(ends) => plain_socket(socket)
@@ -320,4 +336,20 @@ async fn handshake(socket: &mut TcpStream, place: &Place) -> Result<Proven, Refu
         Err(error) => Err(TransportError::Frame { stream, error }),
     };
     Ok((entry, stream, ends))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strangers_do_not_fill_the_log_nor_hide_one_who_tries_a_wrong_key() {
+        let registry = Registry::default();
+        let from = SocketAddr::from(([192, 0, 2, 1], 1));
+        let lines = (0..1000).filter(|_| registry.count(from, &Refusal::Crowded)).count();
+        // More than one on a machine that stood still meanwhile.
+        assert!((1..10).contains(&lines), "{lines} lines");
+        assert!(registry.count(from, &Refusal::Proof(Uuid::nil())), "another reason");
+        assert_eq!(registry.refused.crowded.refused.load(Ordering::Relaxed), 1000);
+    }
 }

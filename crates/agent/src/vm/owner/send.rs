@@ -331,9 +331,15 @@ impl Owner {
                 return Err(problem);
             }
         };
-        let Err(problem) = ended else {
-            tracing::info!(vm = %self.spec.vm, "the guest is handed over: its disks are free");
-            return Ok(());
+        let problem = match ended {
+            Ok(progress) => {
+                if let (Some(task), Some(progress)) = (self.jobs.sender(), progress) {
+                    self.jobs.migrates(task, progress);
+                }
+                tracing::info!(vm = %self.spec.vm, "the guest is handed over: its disks are free");
+                return Ok(());
+            }
+            Err(problem) => problem,
         };
         // It has what it had before it goes on.
         self.take_back().await?;

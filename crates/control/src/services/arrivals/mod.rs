@@ -346,13 +346,14 @@ pub async fn session(
     let gone = || Problem::not_found("VM", vm);
     let row = vms::get(&mut read, vm).await?.ok_or_else(gone)?;
     let of_vm = disks::of_vm(&mut read, vm).await?;
-    let address = store_hosts::find(&mut read, &host.to_string()).await?;
+    let known = store_hosts::find(&mut read, &host.to_string()).await?;
     drop(read);
-    let address = address.map(|host| host.address).unwrap_or_default();
+    let known = known.ok_or_else(|| Problem::not_found("host", host))?;
     let to = there.migration_address.ok_or_else(|| {
         let detail = format!("host '{}' has no address for migrations", row.host_name);
         Problem::new(ErrorCode::WrongState, detail)
     })?;
+    let address = reachable(to, &known.name, &known.address).await?;
     let operation = &task.operation;
     let rest = (operation.is_at_rest(), operation.is_of_suspended());
     let job = receive_vm::job(&of_vm, generation, rest);
@@ -375,7 +376,7 @@ pub async fn session(
     let arrival = Arrival { session, vm: spec, key: kek, generation };
     let job = ReceiveJob { begin: Some(Box::new(arrival)), ..job };
     agent.put_job(vm, task.id, JobSpec::Receive(job)).await?;
-    Ok(ArrivalAddress { address: reachable(to, &address) })
+    Ok(ArrivalAddress { address })
 }
 
 /// Removes what an earlier attempt has left.

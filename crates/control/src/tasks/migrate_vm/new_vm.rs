@@ -177,6 +177,7 @@ async fn begin(
     let address = there.migration_address.ok_or_else(|| {
         wrong_state(format!("host '{}' has no address for migrations", host.name))
     })?;
+    let reached = reachable(address, &host.name, &host.address).await?;
     let spec = hosts::definition_with(run.store(), vm.id, to, &checked.copies).await?;
     let spec = hosts::for_agent(spec, Some(&there));
     let kek = match &vm.key {
@@ -203,7 +204,7 @@ async fn begin(
     destination.put_job(vm.id, run.task.id, JobSpec::Receive(job)).await?;
     let departure = Departure {
         session: new.sealed(&here.key_box, &vm.host_name, how)?,
-        to: reachable(address, &host.address),
+        to: reached,
         // No guest stands still.
         downtime_milliseconds: DOWNTIME_DEFAULT,
         bytes_per_second: run.pace().bytes_per_second,

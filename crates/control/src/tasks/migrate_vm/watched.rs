@@ -77,6 +77,8 @@ impl Watched {
         Some(Migrated {
             milliseconds: milliseconds(began, now),
             sent: progress.sent,
+            memory_milliseconds: progress.memory_milliseconds,
+            disks: progress.disks,
             passes: progress.passes,
             downtime_milliseconds: progress.downtime_milliseconds,
             switch_milliseconds: self

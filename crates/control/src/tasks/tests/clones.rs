@@ -432,6 +432,21 @@ async fn what_is_sent_of_a_clone_is_given_a_rate_paused_and_cancelled() {
     of.assert_undone(&fixture, vm, "cancelled").await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_is_called_by_a_name_is_sent_a_clone_at_its_address() {
+    let (fixture, of) = (Fixture::new().await, Cloned::OffSent);
+    of.before(&fixture).await;
+    let there = fixture.agent_of(OTHER_HOST);
+    there.set_work(LONG);
+    let found = hosts::find(&mut fixture.store.read().await.unwrap(), OTHER_HOST).await;
+    let expected = fixture.call_by_name(found.unwrap().unwrap().id, &there).await;
+    let (vm, task) = of.begin(&fixture).await;
+    let sent = async || fixture.agent.departure(vm, task);
+    assert_eq!(fixture.eventually("it is sent", sent).await.to, expected);
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+}
+
 /// Fails the commit step permanently, and injects a fault into the undoing of every step before it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn undoing_the_clone_of_a_vm_that_runs_survives_every_fault_at_every_step() {

@@ -307,10 +307,30 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
     assert_eq!((ended.migration, migrated.sent, migrated.passes), (None, progress.sent * 4, 3));
     assert_eq!((migrated.downtime_milliseconds, migrated.sealing_milliseconds), (20, Some(40)));
     assert!(migrated.switch_milliseconds.is_some_and(|it| it <= migrated.milliseconds));
+    assert_eq!((migrated.memory_milliseconds, migrated.disks), (Some(400), None));
     assert_eq!(migrated.placed, Some(migrated.sent), "the destination has said so");
     let events = fixture.events("vm.migrated").await;
     let told = format!("from host 'here' to host 'there', encrypted: {migrated}");
     assert_eq!(events.iter().map(|event| &event.detail).collect::<Vec<_>>(), [&told]);
+}
+
+#[tokio::test]
+async fn a_task_tells_apart_what_was_sent_of_the_memory_and_of_disks() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Copied.before(&fixture).await;
+    let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Done);
+    let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
+    let size: u64 = fixture.disks(vm).await.iter().map(|disk| disk.size).sum();
+    let disks = migrated.disks.unwrap();
+    assert!(size > 0 && migrated.sent > 0);
+    assert_eq!((disks.bytes, disks.milliseconds, disks.later_bytes), (size, 500, 0));
+    assert_eq!(disks.bytes_per_second(), Some(size * 2));
+    // Not of the whole time, of which most went into the disks.
+    assert_eq!(migrated.memory_milliseconds, Some(400));
+    assert_eq!(migrated.bytes_per_second(), Some(migrated.sent * 1000 / 400));
+    let events = fixture.events("vm.migrated").await;
+    assert!(events[0].detail.contains(&format!("; disks {disks}; ")), "{}", events[0].detail);
 }
 
 /// The source has handed the guest over. Only the missing job at the destination shows that the guest will not run there.
@@ -359,6 +379,20 @@ async fn a_task_tells_what_happened_first_whichever_host_is_heard_first() {
         assert_eq!((problem.code, &*problem.detail), (full.code, &*full.detail), "{what}");
         Disks::Shared.assert_undone(&fixture, vm, &what).await;
     }
+}
+
+#[tokio::test]
+async fn a_host_that_is_called_by_a_name_is_sent_a_vm_at_its_address() {
+    let fixture = Fixture::new().await;
+    let vm = Disks::Shared.before(&fixture).await;
+    fixture.agent.set_work(LONG);
+    let there = fixture.agent_of(OTHER_HOST);
+    let expected = fixture.call_by_name(other(&fixture).await, &there).await;
+    let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+    let sent = async || fixture.agent.departure(vm, task);
+    assert_eq!(fixture.eventually("it is sent", sent).await.to, expected);
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
 }
 
 #[tokio::test]

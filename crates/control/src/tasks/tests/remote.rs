@@ -221,6 +221,19 @@ async fn memory_is_compressed_on_its_way_where_that_is_asked_and_both_sides_can(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_the_other_server_calls_by_a_name_is_sent_a_vm_at_its_address() {
+    let two = Two::new().await;
+    two.west.agent.set_work(LONG);
+    let expected = two.east.call_by_name(two.east.host, &two.east.agent).await;
+    let (task, _) = two.begin().await;
+    let sent = async || two.west.agent.departure(two.vm, task);
+    assert_eq!(two.west.eventually("it is sent", sent).await.to, expected);
+    two.west.engine.cancel(&task.to_string(), "me").await.unwrap();
+    assert_eq!(two.west.ended(task).await.state, TaskState::Cancelled);
+    two.assert_stays("cancelled").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_servers_may_be_killed_at_every_step() {
     for step in away() {
         for point in [FaultPoint::Before, FaultPoint::After] {
