@@ -132,7 +132,11 @@ mod tests {
             ("[fd00::1]:1", "[fd00::1]:8446"),
             ("192.0.513:8444", "0.0.0.0:8446"),
         ] {
-            assert_eq!(migration_address(agent).await, expected.parse::<SocketAddr>().unwrap(), "{agent}");
+            assert_eq!(
+                migration_address(agent).await,
+                expected.parse::<SocketAddr>().unwrap(),
+                "{agent}"
+            );
         }
     }
 

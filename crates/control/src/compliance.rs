@@ -7,9 +7,8 @@ use vmseal_api::compliance::{Compliance, Deviation as Shown, Requirement};
 use vmseal_api::datastore::Messenger;
 use vmseal_api::id::{DatastoreId, DiskId, HostId};
 
-use crate::hosts::mounted;
 use crate::store::alarms::RaisedAlarm;
-use crate::store::datastores::{self, Datastore};
+use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::{self, Disk, DiskPart, Layouts, Place};
 use crate::store::policies::{self, Policy};
 use crate::store::{Part, StoreError, vms};
@@ -182,7 +181,7 @@ fn over_open_connections(
     if policy.messenger != Some(Messenger::Secure) {
         return None;
     }
-    let why = mounted::open_connections(datastore, host)?;
+    let why = open_connections(datastore, host)?;
     Some(Deviation::of(Requirement::Messenger, place, why))
 }
 
@@ -208,6 +207,39 @@ pub(crate) async fn alarms(
         raised.extend(first_of_each(found).into_iter().filter_map(alarm));
     }
     Ok(raised)
+}
+
+/// Why the connections of a host to a pool are open, or not known to be encrypted, and what may be done; none where they are encrypted.
+fn open_connections(datastore: &Datastore, host: HostId) -> Option<String> {
+    let on = datastore.on(host)?;
+    let pool = on.location.pool()?;
+    let (name, host) = (&datastore.name, &on.host_name);
+    if pool.messenger != Messenger::Secure {
+        return Some(format!(
+            "hosts get to pool '{}' with messenger 'crc'. Have them encrypt their connections (vmseal datastore set {name} --messenger secure, vmseal datastore remount {name})",
+            pool.pool
+        ));
+    }
+    let how = if is_open(on) {
+        "still has it mounted with messenger 'crc'"
+    } else if may_be_former(on) {
+        "has not said how it has it mounted"
+    } else {
+        return None;
+    };
+    Some(format!(
+        "host '{host}' {how}. Mount it anew (vmseal datastore remount {name} --host {host})"
+    ))
+}
+
+/// Whether a host has a pool mounted with open connections, as it was last told.
+pub(crate) fn is_open(on: &OnHost) -> bool {
+    on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure)
+}
+
+/// Whether a mount of which nothing is known may be by a former way: what serves it may be of an earlier version, which does not say it.
+pub(crate) fn may_be_former(on: &OnHost) -> bool {
+    on.mount.is_none() && on.location.pool().is_some_and(|pool| pool.changed.is_some())
 }
 
 #[cfg(test)]

@@ -18,6 +18,9 @@ use vmseal_api::transfer::ExportFormat;
 
 pub use self::copies::{Copies, Elsewhere, SentDisks, Temporary};
 
+/// The name of the commit step of a migration, within a control plane and to another one.
+pub(crate) const SWITCH: &str = "switch";
+
 /// A VM that is to be adopted, as the inventory will have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Definition {

@@ -18,11 +18,10 @@ use vmseal_api::problem::Problem;
 
 use super::{is_silence, registration};
 use crate::locks::Locks;
-use crate::operation::Operation;
+use crate::operation::{Operation, SWITCH};
 use crate::store::disks::Disk;
 use crate::store::{Store, StoreError, disks, tasks, vms};
 use crate::task_alarms;
-use crate::tasks::migrate_vm::SWITCH;
 
 /// Whether a VM may be left so.
 pub(super) fn may_be(seen: &VmState, is_here: bool) -> bool {

@@ -7,6 +7,7 @@ use vmseal_api::host::HostAgent;
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use crate::compliance::{is_open, may_be_former};
 use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Disk;
 use crate::store::policies::{self, Policy};
@@ -83,39 +84,6 @@ pub(crate) async fn require_messenger_at(
         Some(policy) => require_messenger_now(store, agent, &policy, host, disks).await,
         None => Ok(()),
     }
-}
-
-/// Why the connections of a host to a pool are open, or not known to be encrypted, and what may be done; none where they are encrypted.
-pub(crate) fn open_connections(datastore: &Datastore, host: HostId) -> Option<String> {
-    let on = datastore.on(host)?;
-    let pool = on.location.pool()?;
-    let (name, host) = (&datastore.name, &on.host_name);
-    if pool.messenger != Messenger::Secure {
-        return Some(format!(
-            "hosts get to pool '{}' with messenger 'crc'. Have them encrypt their connections (vmseal datastore set {name} --messenger secure, vmseal datastore remount {name})",
-            pool.pool
-        ));
-    }
-    let how = if is_open(on) {
-        "still has it mounted with messenger 'crc'"
-    } else if may_be_former(on) {
-        "has not said how it has it mounted"
-    } else {
-        return None;
-    };
-    Some(format!(
-        "host '{host}' {how}. Mount it anew (vmseal datastore remount {name} --host {host})"
-    ))
-}
-
-/// Whether a host has a pool mounted with open connections, as it was last told.
-pub(crate) fn is_open(on: &OnHost) -> bool {
-    on.mount.as_ref().is_some_and(|it| it.messenger != Messenger::Secure)
-}
-
-/// Whether a mount of which nothing is known may be by a former way: what serves it may be of an earlier version, which does not say it.
-fn may_be_former(on: &OnHost) -> bool {
-    on.mount.is_none() && on.location.pool().is_some_and(|pool| pool.changed.is_some())
 }
 
 /// The datastores of these disks and their replicas that the host has mounted with open connections, as `is_open` says, where the policy

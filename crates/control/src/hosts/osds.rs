@@ -9,8 +9,7 @@ use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::{EncryptionPlace, OsdFacts};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::mounted;
-use crate::compliance::Datastores;
+use crate::compliance::{Datastores, is_open};
 use crate::store::datastores::{self, Datastore};
 use crate::store::disks::{Disk, DiskPart};
 use crate::store::policies::Policy;
@@ -82,7 +81,7 @@ pub(crate) fn refusal(policy: &Policy, datastore: &Datastore, host: HostId) -> O
             policy.name
         ));
     }
-    if policy.messenger == Some(Messenger::Secure) && mounted::is_open(on) {
+    if policy.messenger == Some(Messenger::Secure) && is_open(on) {
         return Some(format!(
             "policy '{}' has disks in pools of Ceph only where connections are encrypted, and host '{2}' still has it mounted with messenger 'crc': mount it anew (vmseal datastore remount {1} --host {2})",
             policy.name, datastore.name, on.host_name

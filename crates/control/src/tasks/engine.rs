@@ -19,14 +19,13 @@ use vmseal_api::transfer::Progress;
 
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
-use super::migrate_vm::SWITCH;
 use super::migrate_vm::watched::migrated;
 use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
 use super::runner::{Interrupted, Runner};
 use super::steps;
 use crate::hosts::{Hosts, restored};
-use crate::operation::{Operation, Placed};
+use crate::operation::{Operation, Placed, SWITCH};
 use crate::providers::Providers;
 use crate::remotes::Remotes;
 use crate::store::events::NewEvent;

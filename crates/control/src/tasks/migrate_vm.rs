@@ -50,7 +50,7 @@ use super::start_vm::locked;
 use super::step::{Awaited, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self};
-use crate::operation::Operation;
+use crate::operation::{Operation, SWITCH};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
@@ -71,9 +71,6 @@ pub(crate) const STEPS: &[&dyn Step] = &[
     &MigrateVmStep::Switch,
     &MigrateVmStep::Finish,
 ];
-
-/// The commit step, within a control plane and to another one.
-pub(crate) const SWITCH: &str = "switch";
 
 /// The connections of any migration: the control channel and the memory. Each disk that is copied has one more.
 const STREAMS: u16 = 2;

@@ -35,11 +35,11 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, SWITCH, agent_of, end_at_source, is_handed_over, left, nonce,
-    running_disks, tell_pace,
+    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, left, nonce, running_disks,
+    tell_pace,
 };
 use crate::hosts::keys;
-use crate::operation::Operation;
+use crate::operation::{Operation, SWITCH};
 use crate::remotes::{RemoteControlPlane, Wanted, describe};
 use crate::store::events::NewEvent;
 use crate::store::remotes::Remote;
