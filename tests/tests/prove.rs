@@ -121,6 +121,15 @@ fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
     }
     let none = refused(&here, &["--report", &"0".repeat(64)]);
     assert!(none.2.contains("no proof of VM 'web' that is kept"), "{none:?}");
+    // A report that was written to a file is worth as much when the VM is gone.
+    here.vmseal(&["vm", "delete", VM]).unwrap();
+    assert!(refused(&here, &["--last"]).2.contains("no VM"), "the VM is there");
+    assert!(openssl_verifies(&here, &proof));
+    let report = here.path("checked").join("report");
+    let sum = Command::new("sha256sum").arg(report).output().unwrap();
+    assert!(sum.stdout.starts_with(digest.as_bytes()), "{sum:?}");
+    let told = here.json(&["events", "--kind", "vm.proved", "--target", VM]).unwrap();
+    assert_eq!(told[0]["detail"], events[0]["detail"]);
 }
 
 #[test]

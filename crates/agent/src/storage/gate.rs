@@ -60,6 +60,12 @@ impl Gate {
         self.wake();
     }
 
+    /// Whether nothing passes any more.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
     fn wake(&self) {
         self.changed.notify_all();
         self.notify.notify_one();

@@ -176,6 +176,13 @@ impl Layers {
         sorted
     }
 
+    /// The layers that none is above of: with what is below each of them these are all.
+    #[must_use]
+    pub fn uppermost(&self) -> Vec<LayerId> {
+        let is_below = |layer: LayerId| self.layers.iter().any(|it| it.below == Some(layer));
+        self.layers.iter().map(|it| it.layer).filter(|layer| !is_below(*layer)).collect()
+    }
+
     /// How many layers there are.
     #[must_use]
     pub fn count(&self) -> usize {

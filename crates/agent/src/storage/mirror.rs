@@ -13,6 +13,7 @@
 //! Only the filter pivots; everything else here belongs to the VM's owner.
 
 mod beside;
+mod copy_opens;
 mod note;
 pub(crate) mod pace;
 mod pivot_mark;

@@ -2,7 +2,8 @@
 //! pivot.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -26,8 +27,9 @@ use crate::process::Process;
 use crate::process::users::Slot;
 use crate::storage::builder::{self, DiskBuilder};
 use crate::storage::filling::end_idle;
+use crate::storage::gate::Gate;
 use crate::storage::in_place;
-use crate::storage::mirror::source::Removed;
+use crate::storage::mirror::source::{Removed, Speed};
 use crate::storage::mirror::{self, source};
 use crate::storage::opening::Open;
 
@@ -398,39 +400,62 @@ pub async fn follow(
     }
 }
 
-/// Removes the former image of a disk. Returns what has become of it; none where there is none.
+/// A disk whose former image is to be removed.
+pub struct FormerSource {
+    pub spec: VmSpec,
+    pub disk: DiskSpec,
+    /// The VM's KEK, where it is here.
+    pub kek: Option<SecretBytes>,
+    /// Whether the guest runs, to which the storage is left in turns.
+    pub guest_runs: bool,
+}
+
+/// Removes the former image of a disk, at the pace of `gate`. Returns what has become of it; none where there is none. When this returns,
+/// nothing is overwritten any more.
 ///
 /// # Errors
 /// Those of [`source::remove`]. A filter that still has the file open is about to be replaced: that is waited for.
 pub async fn remove_source(
-    spec: VmSpec,
-    disk: DiskSpec,
+    of: FormerSource,
     show: Arc<Progress>,
-    cancelled: oneshot::Receiver<()>,
+    gate: Arc<Gate>,
+    mut cancelled: oneshot::Receiver<()>,
 ) -> Result<Option<FormerImage>, Problem> {
-    let cancelled = Arc::new(Mutex::new(cancelled));
+    let mut removal = pin!(remove_when_free(Arc::new(of), show, Arc::clone(&gate)));
+    tokio::select! {
+        former = &mut removal => return former,
+        _ = &mut cancelled => gate.close(),
+    }
+    removal.await
+}
+
+/// Removes it when no filter has it open any more, or ends with the gate.
+async fn remove_when_free(
+    of: Arc<FormerSource>,
+    show: Arc<Progress>,
+    gate: Arc<Gate>,
+) -> Result<Option<FormerImage>, Problem> {
     let give_up = Instant::now() + FILTER_RESTART_TIMEOUT;
     let pace = Pace::up_to(PROGRESS_INTERVAL);
     let mut removed = Removed::default();
     loop {
-        let (spec, disk, show) = (spec.clone(), disk.clone(), show.clone());
-        let stop = Arc::clone(&cancelled);
-        let is_cancelled = move || {
-            let mut stop = stop.lock().unwrap_or_else(PoisonError::into_inner);
-            !matches!(stop.try_recv(), Err(oneshot::error::TryRecvError::Empty))
-        };
-        let ended = is_cancelled.clone();
+        let (of, show, at) = (Arc::clone(&of), Arc::clone(&show), Arc::clone(&gate));
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
+            let FormerSource { spec, disk, kek, guest_runs } = &*of;
+            let speed = Speed { gate: &at, guest_runs: *guest_runs };
             // One that was converted in its file gets its name.
-            let former = in_place::settle(&spec, &disk)
-                .and_then(|()| source::remove(&spec, &disk, &mut removed, progress, is_cancelled));
+            let former = in_place::settle(spec, disk).and_then(|()| {
+                source::remove(spec, disk, kek.as_ref(), &mut removed, progress, speed)
+            });
             (removed, former)
         };
         let (so_far, former) = spawn_blocking(work).await.map_err(internal)?;
         match former {
             Err(problem)
-                if problem.code == ErrorCode::InUse && Instant::now() < give_up && !ended() =>
+                if problem.code == ErrorCode::InUse
+                    && Instant::now() < give_up
+                    && !gate.is_closed() =>
             {
                 removed = so_far;
                 pace.pause().await;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
+use vmseal_api::host::DiskFacts;
 use vmseal_api::host::backup::BackupManifest;
-use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -20,7 +20,7 @@ use super::converting::Converting;
 use super::dumping::{Decrypting, Dumping};
 use super::exposed::Exposure;
 use super::merging::Merging;
-use super::mirroring::{self, Copying};
+use super::mirroring::{self, Copying, FormerSource};
 use super::proving::prove;
 use super::report::{Progress, Report};
 use super::sending_at_rest::SendingAtRest;
@@ -244,11 +244,13 @@ impl Workers {
     }
 
     /// Begins to remove the image that a disk had before its copy took its place.
-    pub fn begin_removal(&mut self, spec: VmSpec, disk: DiskSpec) {
-        self.spawn(disk.disk, |cancelled, show| async move {
-            let show = Arc::new(show);
-            let removed = mirroring::remove_source(spec, disk, show, cancelled).await;
-            Report::SourceRemoved(removed)
+    pub fn begin_removal(&mut self, of: FormerSource) {
+        let (disk, gate) = (of.disk.disk, Arc::new(Gate::new(CopyPace::default())));
+        self.spawn_at(Arc::clone(&gate), disk, |cancelled, show| async move {
+            let removed = mirroring::remove_source(of, Arc::new(show), gate, cancelled).await;
+            Report::SourceRemoved(removed.inspect_err(
+                |problem| tracing::warn!(%disk, %problem, "a former image could not be removed"),
+            ))
         });
     }
 

@@ -277,7 +277,7 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
     /// an earlier incarnation; `already-exists` when the file is there.
     async fn put_job(&self, vm: VmId, task: TaskId, spec: JobSpec) -> Result<(), Problem>;
 
-    /// Has a job that makes, reads or merges disks without a guest go on at this pace ([`super::JobKind::has_work_pace`]). A job begins as
+    /// Has a job that makes, reads, merges or overwrites disks without a guest go on at this pace ([`super::JobKind::has_work_pace`]). A job begins as
     /// fast as it can; an agent that has restarted does not know the pace any more.
     ///
     /// # Errors

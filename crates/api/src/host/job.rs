@@ -591,7 +591,7 @@ pub enum JobKind {
 }
 
 impl JobKind {
-    /// Whether such a job makes, reads or merges disks without a guest, and can be slowed and paused
+    /// Whether such a job makes, reads, merges or overwrites disks without a guest, and can be slowed and paused
     /// ([`super::HostAgent::set_pace`]). The pace of a mirror, and of what is sent, is in its spec.
     #[must_use]
     pub fn has_work_pace(self) -> bool {
@@ -599,6 +599,7 @@ impl JobKind {
             self,
             Self::Create
                 | Self::Export
+                | Self::DropSources
                 | Self::DropSnapshot
                 | Self::Prove
                 | Self::Backup

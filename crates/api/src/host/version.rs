@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 83] = [
+pub const FEATURES: [&str; 84] = [
     "job-create",
     "job-export",
     NICS,
@@ -108,6 +108,7 @@ pub const FEATURES: [&str; 83] = [
     WAKEUP,
     TAKE_TPM_STATE,
     SURVEY_MEMORIES,
+    PACE_OF_REMOVALS,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -254,6 +255,9 @@ pub const PACE_OF_WORK: &str = "job-pace";
 
 /// The feature of agents that can slow and pause the reading for a proof.
 pub const PACE_OF_PROOFS: &str = "job-prove-pace";
+
+/// The feature of agents that can slow and pause the overwriting of former images.
+pub const PACE_OF_REMOVALS: &str = "job-drop-sources-pace";
 
 /// The feature of agents that send running VMs to other hosts and receive them.
 pub const MIGRATE: &str = "job-migrate";

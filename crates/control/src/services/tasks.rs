@@ -1,6 +1,8 @@
 //! Tasks.
 
-use vmseal_api::host::version::{MIGRATE_RATE, PACE, PACE_OF_PROOFS, PACE_OF_WORK};
+use vmseal_api::host::version::{
+    MIGRATE_RATE, PACE, PACE_OF_PROOFS, PACE_OF_REMOVALS, PACE_OF_WORK,
+};
 use vmseal_api::model::{Page, Plan, Task, TaskState};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::Problem;
@@ -12,6 +14,7 @@ use super::{Outcome, PageRequest, Services, features, page_of};
 use crate::operation::Operation;
 use crate::store::vms::Vm;
 use crate::store::{tasks, vms};
+use crate::tasks::mirror_vm::former;
 use crate::tasks::pacing::PaceChange;
 use crate::tasks::steps;
 
@@ -180,6 +183,9 @@ async fn change_pace(
             true => (MIGRATE_RATE, "change the rate of a migration that is under way"),
             false if matches!(task.operation, Operation::ProveVm { .. }) => {
                 (PACE_OF_PROOFS, "slow the reading for a proof, or pause it")
+            }
+            false if former::removes(&task) => {
+                (PACE_OF_REMOVALS, "slow the overwriting of former images, or pause it")
             }
             false if task.operation.has_work_pace() => (PACE_OF_WORK, CANNOT_PACE),
             false => (PACE, CANNOT_PACE),

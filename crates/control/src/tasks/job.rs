@@ -75,14 +75,24 @@ pub(super) async fn follow(
     vm: &Vm,
     kind: JobKind,
 ) -> Result<Option<bool>, StepError> {
+    follow_as(run, vm, kind, std::convert::identity).await
+}
+
+/// The same of a job that is to have what `held` makes of the task's pace.
+pub(super) async fn follow_as(
+    run: &Run<'_>,
+    vm: &Vm,
+    kind: JobKind,
+    held: fn(CopyPace) -> CopyPace,
+) -> Result<Option<bool>, StepError> {
     // A job begins as fast as it can.
     let mut told = CopyPace::default();
     loop {
         let pace = run.pace();
-        if pace != told && kind.has_work_pace() {
-            tell(run, vm, pace).await?;
+        if held(pace) != told && kind.has_work_pace() {
+            tell(run, vm, held(pace)).await?;
         }
-        told = pace;
+        told = held(pace);
         match follow_at(run, vm, kind, pace).await? {
             Followed::Ready(quiesced) => return Ok(quiesced),
             Followed::AnotherPace => {}

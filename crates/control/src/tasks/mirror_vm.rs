@@ -42,7 +42,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::copying::{copy, may_go_on};
-use self::former::{drop_sources, remove_sources};
+use self::former::{drop_sources, not_paused, remove_sources};
 use super::run::{Run, StepError, internal, register, state_of};
 use super::start_vm::locked;
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -378,7 +378,7 @@ async fn clear(run: &Run<'_>) -> Result<Vec<FormerImage>, StepError> {
             record_found(run, &disks, &task.operation).await?;
         }
     }
-    remove_sources(run, &vm).await
+    remove_sources(run, &vm, not_paused).await
 }
 
 /// What has become of copies that were to be removed.
@@ -736,7 +736,8 @@ fn deep_recrypt(operation: &Operation, target: &str) -> String {
     format!("vmseal vm recrypt --deep {target}{named}")
 }
 
-/// The problem of a failure after the host has begun to use the copies.
+/// The problem of a failure after the host has begun to use the copies. Where a copy does not open, the cause says so, and the VM is not
+/// called whole.
 pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -> Problem {
     let (what, left, again) = match operation {
         Operation::EncryptVm { disks, .. } => (
@@ -769,8 +770,12 @@ pub(super) fn unfinished(operation: &Operation, target: &str, cause: &Problem) -
             deep_recrypt(operation, target),
         ),
     };
+    let whole = match cause.code {
+        ErrorCode::Damaged | ErrorCode::KeyMismatch => "",
+        _ => "is whole and ",
+    };
     let detail = format!(
-        "VM '{target}' is whole and {what}, and {left} ({cause}): once the cause is fixed, begin it again, which finishes it ({again})"
+        "VM '{target}' {whole}{what}, and {left} ({cause}): once the cause is fixed, begin it again, which finishes it ({again})"
     );
     Problem { reason: cause.reason, ..Problem::new(cause.code, detail) }
 }

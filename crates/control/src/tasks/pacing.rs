@@ -6,6 +6,7 @@ use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::engine::Engine;
+use super::mirror_vm::former;
 use super::steps;
 use crate::store::Write;
 use crate::store::events::NewEvent;
@@ -105,7 +106,8 @@ impl Engine {
             return refused("the task has ended, or is being undone".to_owned());
         }
         // One that was paused at the last instant goes on from there.
-        if steps::is_committing(&task) && change != PaceChange::Resume {
+        let is_late = steps::is_committing(&task) && !former::removes(&task);
+        if is_late && change != PaceChange::Resume {
             let what = if is_rate && task.operation.is_migration() {
                 "sent the VM"
             } else {

@@ -234,13 +234,16 @@ fn open(
         return Err(Problem::new(ErrorCode::Damaged, why));
     }
     let key = if in_the_clear { None } else { vm_key(spec, kek)? };
-    let kind = match what {
+    let remedy = remedy(spec, what);
+    let from = sealed::open_as(path, &header, (spec.vm, kind_of(what)), key.as_ref(), &remedy)?;
+    Ok((from, header, total))
+}
+
+fn kind_of(what: &Beside) -> Kind {
+    match what {
         Beside::SnapshotMemory(_) | Beside::Memory => Kind::Memory,
         Beside::Core(_) => Kind::Core,
-    };
-    let remedy = remedy(spec, what);
-    let from = sealed::open_as(path, &header, (spec.vm, kind), key.as_ref(), &remedy)?;
-    Ok((from, header, total))
+    }
 }
 
 /// What errors call a file.
@@ -332,6 +335,45 @@ fn metadata(path: &Path) -> Result<Option<Metadata>, Problem> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(failed(path, "looked at", &error)),
     }
+}
+
+/// Opens the header of each file that has taken the place of one that is still there. A file that is gone is not missed: a guest has gone
+/// on from its memory, a user has deleted the snapshot or the core dump.
+///
+/// # Errors
+/// `damaged`, `locked`; those of the file system.
+pub(super) fn require_open(
+    mirror: &Mirror,
+    spec: &VmSpec,
+    kek: Option<&SecretBytes>,
+) -> Result<(), Problem> {
+    let target = mirror.target()?;
+    for what in mirror.source()?.sources_beside(mirror.disk)?.into_keys() {
+        let path = target.beside(&what);
+        match open_header(&path, mirror, spec, kek, &what) {
+            Err(_) if !is_there(&path)? => {}
+            opened => opened?,
+        }
+    }
+    Ok(())
+}
+
+/// Opens the header of a file that has taken its place.
+fn open_header(
+    path: &Path,
+    mirror: &Mirror,
+    spec: &VmSpec,
+    kek: Option<&SecretBytes>,
+    what: &Beside,
+) -> Result<(), Problem> {
+    let remedy = "Begin again when that file is as it was, or is deleted";
+    let header = Header::read(&mut sealed::open(path)?)
+        .map_err(|error| sealed::refused(path, &error, remedy))?;
+    // One that is to be sealed and is not is refused for the key that it does not need.
+    let in_the_clear = header.is_in_the_clear() && mirror.note.memory != Some(MemoryForm::Sealed);
+    let key = if in_the_clear { None } else { vm_key(spec, kek)? };
+    let of = (spec.vm, kind_of(what));
+    sealed::open_as(path, &header, of, key.as_ref(), remedy).map(drop)
 }
 
 /// Removes what the files were before. `overwrite` gets each file before that, and up to where its content is to be lost: of

@@ -1,4 +1,5 @@
-//! Removing the image that a disk had before its copy took its place.
+//! Removing the image that a disk had before its copy took its place. First of all the copy is opened as it is on its datastore now
+//! ([`super::copy_opens`]): what does not open is no reason to give up the only other image.
 //!
 //! With it go the layers that it had, its replica, and what was beside it: memory, core dumps, what a TPM kept. What was in the clear is overwritten with zeroes where the file has data, flushed, and removed; of what was encrypted the
 //! header, without which the data key is lost. A file of the disk that has further names is not changed at all: linked clones stand on it, and only
@@ -11,24 +12,37 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
+use vmseal_secret::SecretBytes;
 
-use super::{Mirror, beside, tpm};
+use super::{Mirror, beside, copy_opens, tpm};
 use crate::mounts;
 use crate::storage::builder::internal;
+use crate::storage::gate::Gate;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::replica::{self, former};
 use crate::storage::sharing;
 
-/// How much is overwritten at once, in bytes: enough that a device works on several parts of it. Between two pieces it can be
-/// cancelled.
+/// The most zeroes that are written at once, in bytes: enough that a device works on several parts of it.
 const PIECE: usize = 4 << 20;
+
+/// How much of a former image is overwritten at once, in bytes. A request of a guest may wait for this much. Between two pieces it is held
+/// to its pace, and can be cancelled.
+const OVERWRITE_PIECE: usize = 1 << 20;
+
+/// How long nothing is overwritten after a piece while the guest runs, as a multiple of what the piece took: the guest has half of the
+/// storage's time at least, however fast that is.
+const REST: u32 = 1;
+
+/// The longest of these rests: a cancelled removal, or one with another pace, does not wait longer for its end.
+const REST_MAX: Duration = Duration::from_secs(1);
 
 /// What direct I/O takes everywhere: places, lengths and memory are multiples of it.
 const BLOCK: usize = 4096;
@@ -36,6 +50,29 @@ const BLOCK: usize = 4096;
 /// How much is overwritten between two flushes, in bytes: so that progress is what is on the medium, and a guest's own
 /// flushes do not wait for gigabytes.
 const FLUSH_AFTER: u64 = 64 << 20;
+
+/// How fast a former image is overwritten.
+#[derive(Clone, Copy)]
+pub struct Speed<'a> {
+    /// The pace that its task has; closed when it is cancelled.
+    pub gate: &'a Gate,
+    /// Whether the VM's guest runs, with which the storage is shared.
+    pub guest_runs: bool,
+}
+
+impl Speed<'_> {
+    /// Waits until so many bytes may be overwritten.
+    fn pass(self, bytes: usize) -> Result<(), Problem> {
+        self.gate.pass(bytes as u64).map_err(|_| ended())
+    }
+
+    /// Leaves the storage to the guest after a piece that took so long.
+    fn rest(self, took: Duration) {
+        if self.guest_runs {
+            std::thread::sleep(took.saturating_mul(REST).min(REST_MAX));
+        }
+    }
+}
 
 /// What has become so far of what a disk had before. A removal that meets a file in use is begun again with it.
 #[derive(Debug, Default)]
@@ -80,13 +117,15 @@ impl Removed {
 /// left, nothing is done. `progress` receives the bytes done and the total. Blocks.
 ///
 /// # Errors
-/// `wrong-state` before the disk has pivoted; `in-use` while a filter has the file open; `cancelled`.
+/// `wrong-state` before the disk has pivoted; those of the copy that does not open: nothing is changed then; `locked` without the key
+/// of an encrypted copy; `in-use` while a filter has the file open; `cancelled`.
 pub fn remove(
     spec: &VmSpec,
     disk: &DiskSpec,
+    kek: Option<&SecretBytes>,
     removed: &mut Removed,
     progress: impl Fn(u64, u64),
-    is_cancelled: impl Fn() -> bool,
+    speed: Speed<'_>,
 ) -> Result<Option<FormerImage>, Problem> {
     let home = Home::of(&disk.datastore, spec.vm)?;
     let Some(mirror) = Mirror::find(&home, disk.disk)? else { return Ok(None) };
@@ -95,6 +134,7 @@ pub fn remove(
         return Err(Problem::new(ErrorCode::WrongState, what));
     }
     mirror.settle()?;
+    copy_opens::require(&mirror, spec, disk, kek)?;
     let home = mirror.source()?;
     let path = home.source(disk.disk);
     let facts = &mirror.note.source_facts;
@@ -103,8 +143,7 @@ pub fn remove(
         removed.discard = mounts::discard(&file).unwrap_or_default();
         let end = end_of(facts, &file, true)?;
         if !removed.is_shared(&home, &path, &file)? {
-            overwrite(&file, end, |done| progress(done, end), &is_cancelled)
-                .map_err(|problem| problem.unwrap_or_else(ended))?;
+            overwrite(&file, end, |done| progress(done, end), speed)?;
         }
         home.remove_locked(&path)?;
     }
@@ -112,17 +151,13 @@ pub fn remove(
         // After the image, whose header has the key of encrypted ones.
         drop_layers(&home, &mirror, removed, |file, has_header| {
             let end = end_of(facts, file, has_header)?;
-            overwrite(file, end, |done| progress(done, end), &is_cancelled)
-                .map_err(|problem| problem.unwrap_or_else(ended))
+            overwrite(file, end, |done| progress(done, end), speed)
         })?;
     }
-    beside::drop_sources(&mirror, |file, end| {
-        overwrite(file, end, |_| {}, &is_cancelled).map_err(|problem| problem.unwrap_or_else(ended))
-    })?;
+    beside::drop_sources(&mirror, |file, end| overwrite(file, end, |_| {}, speed))?;
     former::remove(spec.vm, disk, &mirror.note.copy, |file| {
         let end = end_of(facts, file, true)?;
-        overwrite(file, end, |done| progress(done, end), &is_cancelled)
-            .map_err(|problem| problem.unwrap_or_else(ended))
+        overwrite(file, end, |done| progress(done, end), speed)
     })?;
     if mirror.moves() {
         // What the former replica was known by. That of the copy is known beside the copy.
@@ -188,23 +223,23 @@ fn ended() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the removal of the former image was cancelled")
 }
 
-/// Overwrites the data of a file before `end` with zeroes, durably. The error is none where it was cancelled.
+/// Overwrites the data of a file before `end` with zeroes, durably.
 fn overwrite(
     file: &File,
     end: u64,
     progress: impl Fn(u64),
-    is_cancelled: &impl Fn() -> bool,
-) -> Result<(), Option<Problem>> {
-    let failed = |error: io::Error| Some(internal(format!("the former image: {error}")));
+    speed: Speed<'_>,
+) -> Result<(), Problem> {
+    let failed = |error: io::Error| internal(format!("the former image: {error}"));
     let zeroes = Zeroes::new(file);
     let (mut at, mut unflushed) = (0, 0);
     while let Some(data) = next_data(file, at, end).map_err(failed)? {
         at = data.start;
         while at < data.end {
-            if is_cancelled() {
-                return Err(None);
-            }
-            let piece = usize::try_from(data.end - at).unwrap_or(PIECE).min(PIECE);
+            let left = usize::try_from(data.end - at).unwrap_or(OVERWRITE_PIECE);
+            let piece = left.min(OVERWRITE_PIECE);
+            speed.pass(piece)?;
+            let begun = Instant::now();
             zeroes.write(piece, at).map_err(failed)?;
             at += piece as u64;
             unflushed += piece as u64;
@@ -213,6 +248,7 @@ fn overwrite(
                 unflushed = 0;
                 progress(at);
             }
+            speed.rest(begun.elapsed());
         }
     }
     file.sync_all().map_err(failed)?;

@@ -1,3 +1,4 @@
+mod copy_opens;
 mod memories;
 mod parents;
 mod replicas;
@@ -13,9 +14,10 @@ use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
 use vmseal_api::id::DatastoreId;
 use vmseal_secret::KEK_LEN;
 
-use super::source::Removed;
+use super::source::{Removed, Speed};
 use super::*;
 use crate::storage::datastore;
+use crate::storage::gate::Gate;
 
 /// Stands for what the guest has written.
 const MARKER: &[u8] = b"VMSEAL-MARKER-IN-THE-CLEAR";
@@ -100,7 +102,17 @@ impl Bench {
 
     /// The same of a removal that has been begun.
     fn remove_more(&self, removed: &mut Removed) -> Result<Option<FormerImage>, Problem> {
-        source::remove(&self.spec, self.disk(), removed, |_, _| {}, || false)
+        self.remove_at(removed, &Gate::new(CopyPace::default()))
+    }
+
+    /// The same at the pace of a gate, beside a guest.
+    fn remove_at(
+        &self,
+        removed: &mut Removed,
+        gate: &Gate,
+    ) -> Result<Option<FormerImage>, Problem> {
+        let (kek, speed) = (Some(&self.kek), Speed { gate, guest_runs: true });
+        source::remove(&self.spec, self.disk(), kek, removed, |_, _| {}, speed)
     }
 
     /// Removes the former image: what has become of it.
@@ -258,8 +270,9 @@ fn what_was_in_the_clear_is_overwritten_before_it_is_removed() {
     let held = open_locked(&path, Access::Write).unwrap().unwrap();
     assert_eq!(bench.remove_source().unwrap_err().code, ErrorCode::InUse);
     drop(held);
-    let mut removed = Removed::default();
-    let stopped = source::remove(&bench.spec, bench.disk(), &mut removed, |_, _| {}, || true);
+    let gate = Gate::new(CopyPace::default());
+    gate.close();
+    let stopped = bench.remove_at(&mut Removed::default(), &gate);
     assert_eq!(stopped.unwrap_err().code, ErrorCode::Cancelled);
     assert!(path.exists());
     assert_eq!(bench.fate(), FormerFate::Overwritten);

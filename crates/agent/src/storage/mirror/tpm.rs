@@ -155,6 +155,19 @@ pub(super) fn take_place(mirror: &Mirror) -> Result<(), Problem> {
     rename(&copy, &kept)
 }
 
+/// Checks that what the TPM keeps under the key of the copy is there. It opens with the data key of the disk, whose header is opened.
+///
+/// # Errors
+/// `damaged`; those of the file system.
+pub(super) fn require_kept(mirror: &Mirror) -> Result<(), Problem> {
+    let path = mirror.target()?.tpm_state(mirror.disk);
+    if !mirror.note.tpm || is_there(&path)? {
+        return Ok(());
+    }
+    let what = format!("{}, what the VM's TPM keeps, is not there", path.display());
+    Err(Problem::new(ErrorCode::Damaged, what))
+}
+
 /// Removes what the TPM kept under the key of the former image, whose header is gone.
 pub(super) fn drop_sources(mirror: &Mirror) -> Result<(), Problem> {
     if !mirror.note.tpm {

@@ -28,7 +28,7 @@ use crate::rules::{self, find_disk};
 use crate::storage::lease;
 use crate::storage::memory::MemoryFiles;
 use crate::storage::mirror::{self, Mirror, NewMirror};
-use crate::vm::mirroring::Copying;
+use crate::vm::mirroring::{Copying, FormerSource};
 use crate::vm::workers::Workers;
 use crate::vm::{images, internal};
 
@@ -531,12 +531,15 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         self.may_work(Action::DropSource, &spec)?;
+        let guest_runs = self.running().is_some();
         let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
-        let disks = disks.collect::<Result<Vec<_>, _>>()?;
+        let each = disks.collect::<Result<Vec<_>, _>>()?.into_iter().map(|disk| {
+            let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
+            Ok(FormerSource { spec, disk, kek, guest_runs })
+        });
+        let each = each.collect::<Result<Vec<_>, Problem>>()?;
         self.jobs.begin(task, spec);
-        for disk in disks {
-            self.workers.begin_removal(self.spec.clone(), disk);
-        }
+        each.into_iter().for_each(|of| self.workers.begin_removal(of));
         Ok(())
     }
 

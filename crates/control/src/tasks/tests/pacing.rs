@@ -1,7 +1,7 @@
 //! Tasks that copy disks go slower, pause and go on: over restarts of server and agent, and not when it is too late.
 
-use vmseal_api::host::HostAgent;
-use vmseal_api::host::version::{PACE, PACE_OF_PROOFS, PACE_OF_WORK};
+use vmseal_api::host::version::{PACE, PACE_OF_PROOFS, PACE_OF_REMOVALS, PACE_OF_WORK};
+use vmseal_api::host::{HostAgent, JobKind};
 use vmseal_api::id::TaskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::request::{EncryptVm, ExportDisk, RecryptVm, SetTask};
@@ -142,6 +142,46 @@ async fn a_task_is_paused_at_every_step_before_the_copies_are_used() {
         assert_eq!(ended.state, TaskState::Done, "{step}: {:?}", ended.problem);
         ENCRYPT.assert_done(&fixture, vm, step).await;
     }
+}
+
+/// So is one whose copies are in use, while it overwrites the former images, where the agent knows that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_removal_of_former_images_is_paused_and_is_then_done() {
+    let mut fixture = Fixture::new().await;
+    let vm = ENCRYPT.before(&fixture).await;
+    let (faults, done) = at("drop-source", TaskState::Running, FaultPoint::Before, Fault::Crash, 1);
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    let task = fixture.begin(ENCRYPT.operation(&fixture, vm).await, "web").await;
+    let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+    fixture.eventually("the server crashes", crashed).await;
+    fixture.agent.set_work(LONG);
+    fixture.change_pace(task, PaceChange::Rate(Some(5 << 20))).await.unwrap();
+    fixture.change_pace(task, PaceChange::Pause).await.unwrap();
+    fixture.restart(|engine| engine.environment.faults = None).await;
+    let is_held = async |fixture: &Fixture| {
+        let so = async || {
+            let job = fixture.agent.job(vm, task).await.ok()?;
+            (job.kind == JobKind::DropSources && job.paused).then_some(())
+        };
+        fixture.eventually("the host has paused the overwriting", so).await;
+    };
+    is_held(&fixture).await;
+    fixture.agent.lack_features(&[PACE_OF_REMOVALS]);
+    fixture.agent.restart();
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let lacks = async || {
+        let refused = services::tasks::pause(&services, &me, &task.to_string(), true).await;
+        refused.err().filter(|it| it.code == ErrorCode::Unsupported)
+    };
+    fixture.eventually("its agent cannot", lacks).await;
+    // Its agent has begun it again.
+    is_held(&fixture).await;
+    fixture.agent.set_work(std::time::Duration::ZERO);
+    fixture.change_pace(task, PaceChange::Resume).await.unwrap();
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    ENCRYPT.assert_done(&fixture, vm, "paused").await;
 }
 
 /// Others have the turn of a task that is paused.

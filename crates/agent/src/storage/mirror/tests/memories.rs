@@ -196,6 +196,36 @@ fn what_was_sealed_gets_a_key_of_its_own_and_the_former_key_is_lost() {
     assert_eq!(read(&path, &bench.spec, &bench.kek).unwrap(), content());
 }
 
+/// What is beside the copy opens, too, before what was there is lost.
+#[test]
+fn a_memory_whose_new_header_does_not_open_keeps_the_former_one() {
+    let bench = bench();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    let snapshot = bench.keep(false);
+    bench.begin_with(false);
+    bench.copy_all();
+    bench.pivot();
+    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    let path = home.snapshot_memory(snapshot);
+    let whole = std::fs::read(&path).unwrap();
+    let mut damaged = whole.clone();
+    damaged[..HEADER_LEN].fill(0);
+    let former = home.source_beside(disk, &Beside::SnapshotMemory(snapshot));
+    // One in the clear does not open with the VM's key, which it is to be sealed with.
+    let in_the_clear = std::fs::read(&former).unwrap();
+    for (bad, code) in [(damaged, ErrorCode::Damaged), (in_the_clear, ErrorCode::KeyMismatch)] {
+        std::fs::write(&path, bad).unwrap();
+        let refused = bench.remove_source().unwrap_err();
+        assert_eq!(refused.code, code, "{refused}");
+        assert!(refused.detail.contains(&path.display().to_string()), "{refused}");
+        assert!(home.source(disk).exists());
+        assert_eq!(read(&former, &without_key(&bench.spec), &bench.kek).unwrap(), content());
+    }
+    std::fs::write(&path, whole).unwrap();
+    bench.remove_source().unwrap();
+    assert_eq!(names(&home, disk), ["D.raw", "memory", "vm.json"]);
+}
+
 /// A VM that is suspended with what a snapshot keeps: one file has both names.
 #[test]
 fn a_memory_of_two_names_is_two_files_then_and_its_former_key_alone_is_overwritten() {
