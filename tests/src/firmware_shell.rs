@@ -12,6 +12,13 @@ pub const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 const PROMPT: &str = "Shell>";
 
+/// What the kernel of a guest is called that the shell starts: with the ending of UEFI's programs.
+pub(crate) const PROGRAM: &str = "linux.efi";
+
+/// What that kernel is told, of what `scripts/build-network-guest` tells it. No more: a line that is typed is not to be longer than what the
+/// firmware's terminal has room for until it is read.
+const OPTIONS: &str = "console=ttyS0 quiet mitigations=off net.ifnames=0 no_timer_check panic=-1";
+
 /// The console of a guest that has come, or comes, to its prompt.
 pub fn open(here: &Installation, vm: &str) -> Console {
     let mut shell = here.console(vm).unwrap();
@@ -41,4 +48,9 @@ pub fn has_variable(shell: &mut Console, name: &str, shown: &str) {
     shell.type_text(&format!("setvar {name} -guid {OWNER}\r")).unwrap();
     shell.expect(shown, 0).unwrap();
     shell.expect(PROMPT, 0).unwrap();
+}
+
+/// Has the shell start the guest of [`crate::shell_guest::uefi_image`], on the first disk with a file system. It is at its prompt.
+pub fn start_guest(shell: &mut Console) {
+    shell.type_text(&format!("fs0:\\{PROGRAM} initrd=\\initrd {OPTIONS}\r")).unwrap();
 }

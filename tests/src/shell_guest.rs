@@ -1,15 +1,27 @@
 //! A small Linux guest with a shell on its console and a network card (`scripts/build-network-guest`), in a VM of an
 //! installation.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::firmware_shell;
+use crate::first_boot::shell;
 use crate::guest::{Console, built};
 use crate::installation::Installation;
 
 /// The image of its disk; built at the first use.
 pub fn image() -> anyhow::Result<PathBuf> {
     built("build-network-guest", &[])
+}
+
+/// Makes a copy of it at this path, which the shell of UEFI firmware starts ([`firmware_shell::start_guest`]).
+///
+/// # Errors
+/// Those of the programs that make it (package `mtools`).
+pub fn uefi_image(path: &Path) -> anyhow::Result<()> {
+    std::fs::copy(image()?, path)?;
+    let rename = format!("mren -i \"$1\" ::vmlinuz ::{}", firmware_shell::PROGRAM);
+    shell(Path::new("/"), &rename, &[path])
 }
 
 /// The same with redis.

@@ -1,5 +1,6 @@
 //! A host hangs, or is cut off from the server, whose VM is on a pool of a real Ceph cluster, and the VM is evacuated to another host. Nothing of
-//! the first one can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not.
+//! the first one can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not. So it is where
+//! the VM's disk was being moved at that moment.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -7,9 +8,13 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use vmseal_tests::ceph::is_installed;
 use vmseal_tests::ceph_datastore::{CephInstallation, Options, server_at};
-use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
+use vmseal_tests::counting_guest::{
+    MARKER, count, read_marker_of_disk, stop_counting, write_marker,
+};
 use vmseal_tests::eventually;
+use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::has_its_turn;
+use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image};
 use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, only_host};
 
@@ -45,6 +50,11 @@ impl Bench {
     fn hangs(&self, host: &str, all: &[i32]) {
         // The agent first: it would start another filter.
         all.iter().rev().for_each(|pid| signal(*pid, Signal::SIGSTOP));
+        self.is_noticed(host);
+    }
+
+    /// The server has noticed that a host does not answer.
+    fn is_noticed(&self, host: &str) {
         eventually("the server has noticed", || {
             let shown = self.ceph.here.json(&["host", "show", host]).ok()?;
             (shown["connection"] == "disconnected").then_some(())
@@ -60,12 +70,14 @@ impl Bench {
         // Without a terminal nobody can be asked.
         let refused = here.refused(&["vm", "evacuate", VM]).unwrap();
         assert!(refused.contains("give --yes"), "{refused}");
+        self.may_go();
+    }
+
+    /// Waits until the VM may be evacuated.
+    fn may_go(&self) {
         eventually("its host has not answered for long enough", || {
-            here.try_vmseal(&["vm", "evacuate", VM, "--dry-run"])
-                .unwrap()
-                .status
-                .success()
-                .then_some(())
+            let planned = self.ceph.here.try_vmseal(&["vm", "evacuate", VM, "--dry-run"]);
+            planned.unwrap().status.success().then_some(())
         })
         .unwrap();
     }
@@ -107,13 +119,8 @@ fn signal(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-#[test]
-fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
-    if !is_installed() {
-        return;
-    }
-    let mut bench = Bench::new();
-    let here = &bench.ceph.here;
+/// Starts a guest on the pool, which has its marker and counts.
+fn start(here: &Installation) {
     let from = image().unwrap();
     let disk = format!("name=system,datastore=ceph,format=raw,image={},size=64MiB", from.display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk, "--host", HERE];
@@ -123,7 +130,16 @@ fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
     let mut console = booted(here, VM).unwrap();
     write_marker(&mut console);
     count(&mut console);
-    drop(console);
+}
+
+#[test]
+fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
+    if !is_installed() {
+        return;
+    }
+    let mut bench = Bench::new();
+    let here = &bench.ceph.here;
+    start(here);
     let refused = here.refused(&["vm", "evacuate", VM, "--dry-run"]).unwrap();
     assert!(refused.contains("vmseal vm migrate web"), "{refused}");
 
@@ -190,4 +206,71 @@ fn stays_off(bench: &mut Bench) {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.ceph.is_empty();
+}
+
+/// The agent of the VM's host dies while its disk is on its way to a datastore that this host has alone, and the guest and the copy of its disk go on.
+/// The task cannot be undone without the host, and says so; then the VM is evacuated, and the disk moves to a datastore of its new host.
+#[test]
+fn a_vm_is_evacuated_whose_disk_was_on_its_way_elsewhere() {
+    if !is_installed() || !has_its_turn() {
+        return;
+    }
+    let mut bench = Bench::new();
+    let here = &bench.ceph.here;
+    let far = here.path("far");
+    std::fs::create_dir(&far).unwrap();
+    let place = ["--host", THERE, "--path", text(&far).unwrap()];
+    here.vmseal(&[&["datastore", "add", "far"][..], &place].concat()).unwrap();
+    start(here);
+    let moves = ["vm", "move", VM, "--datastore", "local", "--rate", "1M", "--no-wait"];
+    let task = here.json(&moves).unwrap();
+    let task = task["id"].as_str().unwrap();
+    eventually("it copies", || {
+        let shown = here.json(&["task", "show", task]).ok()?;
+        (shown["progress"]["done"].as_u64()? > 0).then_some(())
+    })
+    .unwrap();
+    bench.processes(HERE);
+    bench.ceph.here.kill_agent();
+    bench.is_noticed(HERE);
+
+    let here = &bench.ceph.here;
+    here.vmseal(&["task", "cancel", task]).unwrap();
+    assert!(!here.try_vmseal(&["task", "wait", task]).unwrap().status.success());
+    let ended = here.json(&["task", "show", task]).unwrap();
+    assert_eq!(ended["state"], "unknown", "{ended}");
+    let problem = ended["problem"]["detail"].as_str().unwrap();
+    let undone = "undoing 'copy the disks' failed";
+    assert!(problem.contains("was cancelled") && problem.contains(undone), "{problem}");
+    // Another machine does not have the directories of this one.
+    let (local, away) = (here.path("datastore"), here.path("away"));
+    std::fs::rename(&local, &away).unwrap();
+    bench.may_go();
+    here.vmseal(&["vm", "evacuate", VM, "--host", THERE, "--yes"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["host"], THERE);
+    let mut console = booted(here, VM).unwrap();
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+    here.vmseal(&["vm", "move", VM, "--datastore", "far"]).unwrap();
+    let vm = here.vm(VM).unwrap();
+    assert_eq!(vm["disks"][0]["datastore"], "far", "{vm}");
+
+    std::fs::rename(&away, &local).unwrap();
+    bench.ceph.here.start_agent().unwrap();
+    bench.has_forgotten(HERE);
+    let here = &bench.ceph.here;
+    assert_eq!(only_host(here, VM).unwrap(), THERE);
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    drop(console);
+    bench.ceph.is_empty();
+    // What the first move has left is ciphertext.
+    let copies = here.datastore_entries(&local).unwrap();
+    let copies: Vec<_> =
+        copies.iter().filter(|it| it.extension().is_some_and(|it| it == "copy")).collect();
+    assert_eq!(copies.len(), 1, "{copies:?}");
+    let content = std::fs::read(copies[0]).unwrap();
+    assert!(content.starts_with(b"LUKS\xba\xbe") && !contains(&content, MARKER));
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
 }

@@ -6,7 +6,7 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, chown};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -194,6 +194,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     let (mut here, mut there) = (Mount::new(&pool), Mount::new(&pool));
     confined(&here);
     short_files(&here, &there);
+    owners(&here, &there);
     long_files(cluster, &here, &there);
     striped_files(&here);
     notes_of_images(cluster, &here, &there);
@@ -316,6 +317,42 @@ fn without_capabilities(program: &str) -> Command {
 /// Whether such a program can look into a process: into one that may be dumped it can.
 fn is_open(process: u32) -> bool {
     without_capabilities("cat").arg(format!("/proc/{process}/environ")).status().unwrap().success()
+}
+
+/// A user that nothing else here has.
+const OTHER_USER: u32 = 1_900_000_001;
+
+/// Has a program of that user replace a file as a whole in a directory that it has open, and read it again, as swtpm does; whether it can.
+fn replaces_a_file(directory: &Path, content: &str) -> bool {
+    let user = OTHER_USER.to_string();
+    let script = "cd /proc/self/fd/0 && echo \"$0\" >new && mv -f new state && cat state";
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid", &user, "--regid", &user, "--clear-groups", "sh", "-c", script]);
+    let output = command.arg(content).stdin(File::open(directory).unwrap()).output().unwrap();
+    output.status.success() && output.stdout == format!("{content}\n").as_bytes()
+}
+
+/// A directory that is given to another user is that user's with the files in it, on the host where it was given away; a file that has a name
+/// elsewhere is not.
+fn owners(here: &Mount, there: &Mount) {
+    let directory = here.path("given");
+    std::fs::create_dir(&directory).unwrap();
+    assert!(!replaces_a_file(&directory, "first"), "anybody can write there");
+    chown(&directory, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
+    assert!(replaces_a_file(&directory, "first"));
+    assert!(replaces_a_file(&directory, "second"));
+    let user = |path: &Path| path.metadata().unwrap().uid();
+    let state = directory.join("state");
+    assert_eq!((user(&directory), user(&state)), (OTHER_USER, OTHER_USER));
+    assert_eq!(std::fs::read(&state).unwrap(), b"second\n");
+    assert_eq!((user(&there.path("given")), user(&there.path("given/state"))), (0, 0));
+    make(&here.path("elsewhere")).unwrap();
+    std::fs::hard_link(here.path("elsewhere"), directory.join("linked")).unwrap();
+    assert_eq!(user(&directory.join("linked")), 0, "a file of another place was given away");
+    chown(&directory, Some(0), Some(0)).unwrap();
+    assert_eq!((user(&directory), user(&state)), (0, 0));
+    std::fs::remove_dir_all(&directory).unwrap();
+    std::fs::remove_file(here.path("elsewhere")).unwrap();
 }
 
 /// Names and short files, as both hosts see them.

@@ -12,6 +12,7 @@ mod ceph_client;
 mod ceph_datastore;
 mod ceph_evacuation;
 mod ceph_files;
+mod ceph_machines;
 mod ceph_migration;
 mod ceph_stall;
 mod ceph_stall_filter;

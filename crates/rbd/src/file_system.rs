@@ -82,6 +82,8 @@ pub struct FileSystem {
     last_listing: AtomicU64,
     /// A name of each file that the kernel knows.
     names: Mutex<HashMap<Inode, (Inode, String)>>,
+    /// Directories that were given to other users ([`metadata`]).
+    given: Mutex<HashMap<Inode, (u32, u32)>>,
     room: Mutex<Option<(Instant, (u64, u64))>>,
     rooms: Rooms,
     osds: Osds,
@@ -145,6 +147,7 @@ impl FileSystem {
             listings: Mutex::default(),
             last_listing: AtomicU64::new(0),
             names: Mutex::default(),
+            given: Mutex::default(),
             room: Mutex::default(),
             fencing: Mutex::default(),
             owner,
@@ -326,6 +329,7 @@ impl Filesystem for FileSystem {
 
     fn forget(&self, _: &Request, ino: INodeNo, _: u64) {
         lock(&self.names).remove(&inode(ino));
+        lock(&self.given).remove(&inode(ino));
         self.rooms.forget(inode(ino));
     }
 
@@ -340,8 +344,8 @@ impl Filesystem for FileSystem {
         _: &Request,
         ino: INodeNo,
         _: Option<u32>,
-        _: Option<u32>,
-        _: Option<u32>,
+        user: Option<u32>,
+        group: Option<u32>,
         size: Option<u64>,
         _: Option<TimeOrNow>,
         _: Option<TimeOrNow>,
@@ -354,6 +358,7 @@ impl Filesystem for FileSystem {
         reply: ReplyAttr,
     ) {
         let ino = inode(ino);
+        self.give(ino, user, group);
         let set = size.map_or(Ok(()), |size| self.set_size(ino, size));
         answer(reply, set.and_then(|()| self.attributes(ino)), |reply, (attr, known)| {
             reply.attr(&known, &attr);

@@ -240,10 +240,15 @@ impl Inside {
         task: TaskId,
         job: &MirrorJob,
     ) -> Result<(), Problem> {
-        let Copies { unfinished, sources, paces, .. } = &mut self.persisted.copies;
+        let sources = &self.persisted.copies.sources;
         if job.disks.iter().any(|disk| sources.get(&disk.disk) == Some(&task)) {
             return Err(rules::is_mirrored(&self.known(vm)?.spec));
         }
+        // A real host looks for the copies there.
+        for place in job.disks.iter().filter_map(|disk| disk.datastore.as_ref()) {
+            self.check_place(place)?;
+        }
+        let Copies { unfinished, paces, .. } = &mut self.persisted.copies;
         unfinished.retain(|_, of| *of != task);
         paces.remove(&task);
         Ok(())

@@ -398,12 +398,32 @@ async fn cancel(
     disks: &[DiskId],
 ) -> Result<Cancelled, StepError> {
     known_to_host(run).await?;
-    let job = mirror_of(run, &of.operation, disks, CopyPace::default()).await?;
+    let mut job = mirror_of(run, &of.operation, disks, CopyPace::default()).await?;
+    if let (JobSpec::Mirror(job), Some(to)) = (&mut job, target(&of.operation)) {
+        let place = place_now(run, vm, to).await?;
+        job.disks.iter_mut().for_each(|disk| disk.datastore.clone_from(&place));
+    }
     match run.agent(vm)?.cancel_job(vm.id, of.id, job).await {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(Cancelled::Gone),
         Err(problem) if problem.code == ErrorCode::AlreadyExists => Ok(Cancelled::InUse),
         other => Ok(other.map(|()| Cancelled::Gone)?),
     }
+}
+
+/// Where the VM's host has the datastore that disks were to go to. The VM may have been evacuated since, to a host that has it at another place, or
+/// not at all: none then. What is beside the disks is removed in any case, and a copy that only the former host gets at is left there.
+async fn place_now(
+    run: &Run<'_>,
+    vm: &Vm,
+    to: &DatastoreSpec,
+) -> Result<Option<DatastoreSpec>, StepError> {
+    let mut read = run.store().read().await?;
+    let known = datastores::find(&mut read, &to.datastore.to_string()).await?;
+    // A host that knows the job has it with the place as it was.
+    let Some(known) = known else { return Ok(Some(to.clone())) };
+    let now = known.spec_on(vm.host);
+    let is_there = now.as_ref().is_some_and(|now| now.location.path() == to.location.path());
+    Ok(if is_there { Some(to.clone()) } else { now })
 }
 
 /// Ensures that the host knows the VM. A host that uses copies of which the inventory does not know yet knows better,

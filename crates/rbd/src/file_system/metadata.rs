@@ -1,11 +1,15 @@
 //! What a file or directory is like: its length, room, times and owner.
+//!
+//! All belongs to the user of this process, except directories that were given to another one (`chown(2)`), and the files in them: swtpm, which
+//! has a user of its own, has such a directory open. Other hosts see nothing of that, nor does the next process that serves the mount: what a
+//! program has open ends with this one, and each start of a TPM gives its directory away once more.
 
 use std::io;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{FileAttr, FileType, INodeNo};
 
-use super::{BLOCK, FileSystem, LENGTH_KNOWN, NAMES_KNOWN};
+use super::{BLOCK, FileSystem, LENGTH_KNOWN, NAMES_KNOWN, lock};
 use crate::inode::Inode;
 use crate::open_file::noted_size;
 use crate::rooms::Rooms;
@@ -48,8 +52,39 @@ impl FileSystem {
         Ok((taking(attr, room), NAMES_KNOWN))
     }
 
+    /// Gives a directory to a user or group; the kernel has checked who asks for it. A file belongs to who has its directory, and is not given
+    /// away by itself.
+    pub(super) fn give(&self, inode: Inode, user: Option<u32>, group: Option<u32>) {
+        if !inode.is_directory() || (user.is_none() && group.is_none()) {
+            return;
+        }
+        let mut given = lock(&self.given);
+        let before = given.get(&inode).copied().unwrap_or(self.owner);
+        let now = (user.unwrap_or(before.0), group.unwrap_or(before.1));
+        if now == self.owner {
+            given.remove(&inode);
+        } else {
+            given.insert(inode, now);
+        }
+    }
+
+    /// Who has a file or directory. One of several names of a file may be that of another directory: it is nobody else's.
+    fn owner_of(&self, inode: Inode, names: u32) -> (u32, u32) {
+        let given = lock(&self.given);
+        if given.is_empty() {
+            return self.owner;
+        }
+        let directory = match inode.is_directory() {
+            true => Some(inode),
+            false if names > 1 => None,
+            false => lock(&self.names).get(&inode).map(|(directory, _)| *directory),
+        };
+        directory.and_then(|directory| given.get(&directory).copied()).unwrap_or(self.owner)
+    }
+
     fn attr(&self, inode: Inode, size: u64, changed: SystemTime, names: u32) -> FileAttr {
         let directory = inode.is_directory();
+        let (uid, gid) = self.owner_of(inode, names);
         FileAttr {
             ino: INodeNo(inode.0),
             size,
@@ -61,8 +96,8 @@ impl FileSystem {
             kind: if directory { FileType::Directory } else { FileType::RegularFile },
             perm: if directory { 0o700 } else { 0o600 },
             nlink: names,
-            uid: self.owner.0,
-            gid: self.owner.1,
+            uid,
+            gid,
             rdev: 0,
             blksize: BLOCK,
             flags: 0,

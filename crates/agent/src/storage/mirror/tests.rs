@@ -363,6 +363,26 @@ fn a_move_is_begun_and_given_up_on_both_datastores() {
     assert_eq!(bench.begin().unwrap_err().code, ErrorCode::AlreadyExists);
 }
 
+/// The host that the VM is on now does not have the other datastore: what is beside the image is removed, and nothing else is looked for.
+#[test]
+fn a_move_is_given_up_by_a_host_that_does_not_have_the_other_datastore() {
+    let (mut bench, target, directory) = moving();
+    bench.begin().unwrap();
+    let away = directory.path().with_extension("away");
+    std::fs::rename(directory.path(), &away).unwrap();
+    bench.give_up(Some(bench.task)).unwrap_err();
+    let to = bench.to.take();
+    bench.give_up(Some(bench.task)).unwrap();
+    bench.give_up(Some(bench.task)).unwrap();
+    assert_eq!(bench.files(), ["json", "raw"]);
+    std::fs::rename(&away, directory.path()).unwrap();
+    assert_eq!(files_of(&target), ["copy", "json", "mirror"]);
+    // Where it is there again, another copy takes the place of what was left.
+    bench.to = to;
+    bench.begin().unwrap();
+    assert!(bench.open().unwrap().mirror.is_some());
+}
+
 /// From each state of the names, and known at either place, the disk is its copy, and nothing is left where it was.
 #[test]
 fn a_disk_that_has_moved_is_found_from_both_datastores() {

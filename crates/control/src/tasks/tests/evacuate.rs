@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::fencing::Fencing;
-use vmseal_api::host::DatastoreLocation;
+use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
 use vmseal_api::id::HostId;
 use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::request::{EvacuateVm, StartVm};
 use vmseal_secret::sealed_box::Recipient;
 
+use super::mirror::second;
 use super::*;
 use crate::services::Outcome;
 use crate::services::caller::Caller;
@@ -55,7 +56,14 @@ impl Was {
 
     /// A VM on another host, which falls silent when the VM is so.
     pub(super) async fn before(self, fixture: &Fixture) -> VmId {
-        let (other, agent) = fixture.add_host(SILENT).await;
+        let vm = self.placed(fixture).await;
+        self.falls_silent(fixture, vm).await;
+        vm
+    }
+
+    /// A VM on another host.
+    async fn placed(self, fixture: &Fixture) -> VmId {
+        let (other, _) = fixture.add_host(SILENT).await;
         fixture.share_datastore(other, SILENT).await;
         let vm = fixture.made("web", "encrypted").await;
         let there = Operation::ChangeHost { vm, from: fixture.host, to: other };
@@ -66,12 +74,18 @@ impl Was {
         if self == Self::Suspended {
             fixture.done(Operation::SuspendVm { vm }, "web").await;
         }
+        vm
+    }
+
+    /// That host falls silent.
+    async fn falls_silent(self, fixture: &Fixture, vm: VmId) {
         fixture
             .eventually("what it does is recorded", async || {
                 let seen = fixture.vm(vm).await?.seen_power;
                 (seen == Some(self.power())).then_some(())
             })
             .await;
+        let (other, agent) = (silent_host(fixture).await.id, fixture.agent_of(SILENT));
         agent.show_others(vm);
         agent.set_reachable(false);
         fixture
@@ -79,7 +93,6 @@ impl Was {
                 fixture.hosts.connected(other).is_err().then_some(())
             })
             .await;
-        vm
     }
 
     pub(super) async fn operation(self, fixture: &Fixture, vm: VmId) -> Operation {
@@ -467,4 +480,47 @@ async fn a_vm_that_its_policy_keeps_from_starting_is_evacuated_only_to_stay_off(
     asked(&fixture, off, (Duration::ZERO, false)).await.unwrap();
     assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host);
     assert!(!fixture.agent.runs(vm), "it was not to be started");
+}
+
+/// A disk was on its way to a datastore that its former host has alone. What is left of that is out of reach of the other host, and is not in the way
+/// of what is done with the disk there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vm_whose_move_was_cut_off_moves_again_where_it_was_evacuated_to() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Running.placed(&fixture).await;
+    let (from, agent) = (silent_host(&fixture).await.id, fixture.agent_of(SILENT));
+    let far = fixture.add_datastore(from, SILENT, "far").await;
+    let location = DatastoreLocation::Dir { path: "/far".into() };
+    let disks = fixture.disks(vm).await;
+    let moves = |to| Operation::MoveVm {
+        vm,
+        disks: disks.iter().map(|disk| disk.id).collect(),
+        all: true,
+        from: vec![disks[0].datastore.datastore],
+        to,
+    };
+    let puts = || agent.calls().iter().filter(|call| **call == Call::PutJob).count();
+    let before = puts();
+    agent.set_work(Duration::from_millis(100));
+    let task = fixture.begin(moves(DatastoreSpec { datastore: far, location }), "web").await;
+    fixture.eventually("it clears", async || (puts() > before).then_some(())).await;
+    agent.set_work(LONG);
+    let copies = async || (!agent.mirrored().0.is_empty()).then_some(());
+    fixture.eventually("it copies", copies).await;
+    Was::Running.falls_silent(&fixture, vm).await;
+
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    let ended = fixture.ended(task).await;
+    let problem = ended.problem.unwrap();
+    assert_eq!(ended.state, TaskState::Unknown, "{problem}");
+    assert!(problem.detail.contains("was cancelled"), "{problem}");
+    // Hosts beside each other see the same directories here.
+    fixture.agent.change_mark(std::path::Path::new("/far"));
+    fixture.done(Was::Running.operation(&fixture, vm).await, "web").await;
+    assert!(fixture.agent.runs(vm), "it was not started");
+    let to = second(&fixture).await;
+    fixture.done(moves(to.spec_on(fixture.host).unwrap()), "web").await;
+    let now = fixture.disks(vm).await;
+    assert!(now.iter().all(|disk| disk.datastore.datastore == to.id), "{now:?}");
+    assert!(fixture.agent.runs(vm), "it runs no more");
 }
