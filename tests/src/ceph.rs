@@ -13,8 +13,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::installation::next_address;
-use crate::process::{kill_hard, using};
-use crate::program;
+use crate::process::{has_ended, kill_hard, using};
+use crate::{eventually, program};
 
 /// How long `ceph` tries to reach a monitor that may not answer, in seconds.
 const CONNECT: &str = "30";
@@ -163,6 +163,18 @@ impl Cluster {
     #[must_use]
     pub fn stop_daemons(&self, name: &str) -> StoppedDaemons {
         StoppedDaemons::stop(self.daemons(name))
+    }
+
+    /// Kills the daemons whose names begin so, such as `osd.1`; all of them with nothing. What they had is free then for those that `up`
+    /// starts in their place.
+    pub fn kill_daemons(&self, name: &str) {
+        let daemons = self.daemons(name);
+        assert!(!daemons.is_empty(), "the cluster has no daemon '{name}'");
+        daemons.iter().copied().for_each(kill_hard);
+        eventually("the killed daemons have ended", || {
+            daemons.iter().copied().all(has_ended).then_some(())
+        })
+        .unwrap();
     }
 
     /// The UUIDs of its OSDs.

@@ -175,14 +175,6 @@ impl CephInstallation {
         assert!(!sockets.is_empty(), "no pool has a socket");
         sockets.iter().for_each(|it| std::fs::remove_file(it).unwrap());
     }
-
-    /// Kills a daemon of the cluster, such as `osd.1`.
-    pub fn kill_daemon(&self, name: &str) {
-        let status = self.cluster.json(&["status"]);
-        let daemons = status["daemons"].as_array().unwrap();
-        let daemon = daemons.iter().find(|it| it["name"] == name).unwrap();
-        kill_hard(daemon["pid"].as_i64().unwrap().try_into().unwrap());
-    }
 }
 
 /// The process that serves the pool which is mounted there, if one does.

@@ -12,14 +12,20 @@ use crate::shell_guest::{self, booted, holds, run};
 /// Where the guest notes what pgbench says.
 const BENCH: &str = "/bench";
 
+/// What it notes of a run of pgbench that has done something.
+const DONE: &str = "actually processed: [1-9]";
+
+/// How many rows [`keep`] makes.
+pub const KEPT: u64 = 1000;
+
 /// The digits of a number that the guest says.
 const DIGITS: usize = 8;
 
-/// A VM with this guest, started, and its database.
+/// A VM with this guest, started, and its database, whose disk is on this datastore.
 #[must_use]
-pub fn started(here: &Installation, vm: &str, policy: &str) -> Console {
+pub fn started(here: &Installation, vm: &str, policy: &str, datastore: &str) -> Console {
     let image = built("build-postgres-disk", &[]).unwrap();
-    let disk = format!("datastore=local,format=raw,image={},size=384MiB", image.display());
+    let disk = format!("datastore={datastore},format=raw,image={},size=384MiB", image.display());
     shell_guest::start(here, vm, policy, &["--disk", &disk]).unwrap();
     with_database(here, vm)
 }
@@ -38,7 +44,20 @@ pub fn bench(console: &mut Console) {
     let all =
         format!("(while [ ! -e /stop ]; do chroot /mnt /postgres bench 2 >>{BENCH} 2>&1; done) &");
     run(console, &format!("rm -f /stop {BENCH}; {all} echo BEGUN-$((6 * 7))"), "BEGUN-42").unwrap();
-    holds(console, &format!("grep -q 'actually processed: [1-9]' {BENCH}")).unwrap();
+    holds(console, &format!("grep -q '{DONE}' {BENCH}")).unwrap();
+}
+
+/// pgbench goes on: a run of it that begins after this call does something, too.
+pub fn goes_on(console: &mut Console) {
+    let runs = format!("grep -c '{DONE}' {BENCH}");
+    // The next one that ends may have done all that it did before.
+    let enough = number(console, &runs) + 2;
+    holds(console, &format!("[ \"$({runs})\" -ge {enough} ]")).unwrap();
+}
+
+/// How many lines of pgbench tell of errors.
+pub fn errors(console: &mut Console) -> u64 {
+    number(console, &format!("grep -ciE 'error|fatal|panic|aborted' {BENCH}"))
 }
 
 /// pgbench has ended.
@@ -55,6 +74,20 @@ pub fn confirmed(console: &mut Console) -> u64 {
 /// How many transactions are in the database.
 pub fn recorded(console: &mut Console) -> u64 {
     number(console, "chroot /mnt /postgres query 'select count(*) from pgbench_history'")
+}
+
+/// Has the database keep rows with a mark, which is in its log and in its table as it is.
+pub fn keep(console: &mut Console, mark: &str) {
+    let rows =
+        format!("create table kept as select '{mark}' as mark from generate_series(1, {KEPT})");
+    let make = format!("chroot /mnt /postgres query \"{rows}\" && echo KEPT-$((6 * 7))");
+    run(console, &make, "KEPT-42").unwrap();
+}
+
+/// How many rows with the mark are in the database.
+pub fn kept(console: &mut Console, mark: &str) -> u64 {
+    let count = format!("select count(*) from kept where mark = '{mark}'");
+    number(console, &format!("chroot /mnt /postgres query \"{count}\""))
 }
 
 /// Each transaction changes three balances by what it records: no part of one is missing.

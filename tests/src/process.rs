@@ -114,6 +114,17 @@ fn start_time(stat: &str) -> Option<&str> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)
 }
 
+/// Whether a process that is not a child has ended, with all of its threads: its files and addresses are free, even where nobody has
+/// waited for it.
+#[must_use]
+pub fn has_ended(pid: i32) -> bool {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    tasks.flatten().all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
+    })
+}
+
 /// Kills a process that is not a child; one that is gone is no error.
 pub fn kill_hard(pid: i32) {
     let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);

@@ -33,10 +33,10 @@ const LONG: u64 = 16 << 20;
 /// How much memory a client shares.
 const REGION: usize = 8 << 20;
 
-type Ticket = [u8; TICKET_BYTES];
+pub(crate) type Ticket = [u8; TICKET_BYTES];
 
 /// A queue, as a filter has it.
-struct Queue {
+pub(crate) struct Queue {
     socket: OwnedFd,
     requester: Requester,
     /// The ring, to look at.
@@ -45,7 +45,12 @@ struct Queue {
 }
 
 fn connection(mount: &Mount) -> OwnedFd {
-    let mounted = attribute(&mount.path(""), MOUNTED_ATTRIBUTE).unwrap();
+    connection_at(&mount.path(""))
+}
+
+/// A connection to the process that serves the pool which is mounted there.
+pub(crate) fn connection_at(mounted: &Path) -> OwnedFd {
+    let mounted = attribute(mounted, MOUNTED_ATTRIBUTE).unwrap();
     let mounted: Mounted = serde_json::from_str(&mounted).unwrap();
     // As the library has it in force.
     assert_eq!(mounted.messenger, Some(Messenger::Crc));
@@ -57,7 +62,7 @@ fn connection(mount: &Mount) -> OwnedFd {
     client
 }
 
-fn ticket(file: &File) -> nix::Result<Ticket> {
+pub(crate) fn ticket(file: &File) -> nix::Result<Ticket> {
     let mut ticket: Ticket = [0; TICKET_BYTES];
     // SAFETY: the request writes as many bytes as the ticket has, which outlives the call.
     let asked = unsafe { libc::ioctl(file.as_raw_fd(), ASK_TICKET.into(), ticket.as_mut_ptr()) };
@@ -102,7 +107,7 @@ fn refusal(connection: &OwnedFd, ticket: Ticket) -> Option<i32> {
 }
 
 /// Attaches a queue; it, and the file's length, or why not.
-fn attach(connection: &OwnedFd, ticket: Ticket) -> Result<(Queue, u64), i32> {
+pub(crate) fn attach(connection: &OwnedFd, ticket: Ticket) -> Result<(Queue, u64), i32> {
     let (socket, requester, looked_at, said) = ask_for(connection, ticket);
     let Some(ToFilter::Attached { errno, size }) = said else { panic!("no answer") };
     if errno != 0 {
@@ -144,7 +149,13 @@ impl Queue {
         bytes
     }
 
-    fn submit(&mut self, slot: u32, operation: Operation, offset: u64, pieces: &[Piece]) {
+    pub(crate) fn submit(
+        &mut self,
+        slot: u32,
+        operation: Operation,
+        offset: u64,
+        pieces: &[Piece],
+    ) {
         let length = pieces.iter().map(|piece| u64::from(piece.length)).sum();
         assert!(self.requester.push(slot, operation, offset, length, pieces));
         self.publish();
@@ -157,7 +168,7 @@ impl Queue {
     }
 
     /// The next answer; none: the queue is dropped.
-    fn answer(&mut self) -> Option<(u32, i32)> {
+    pub(crate) fn answer(&mut self) -> Option<(u32, i32)> {
         loop {
             if let Some(answer) = self.requester.next().unwrap() {
                 return Some(answer);
@@ -167,7 +178,7 @@ impl Queue {
     }
 
     /// Does a request, and returns its error number.
-    fn ask(&mut self, operation: Operation, offset: u64, pieces: &[Piece]) -> i32 {
+    pub(crate) fn ask(&mut self, operation: Operation, offset: u64, pieces: &[Piece]) -> i32 {
         self.submit(7, operation, offset, pieces);
         let (slot, errno) = self.answer().expect("the queue is dropped");
         assert_eq!(slot, 7);
@@ -198,7 +209,7 @@ impl Queue {
     }
 }
 
-fn piece(offset: usize, length: usize) -> Piece {
+pub(crate) fn piece(offset: usize, length: usize) -> Piece {
     Piece { region: 0, offset: offset as u64, length: length as u32 }
 }
 

@@ -85,7 +85,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     bench.shares_data();
     // An OSD dies and comes back.
     count(&mut console);
-    bench.kill_daemon("osd.1");
+    bench.cluster.kill_daemons("osd.1");
     bench.cluster.up();
     stop_counting(&mut console);
 

@@ -1,8 +1,14 @@
 //! A real Ceph cluster that does not answer. A guest waits, or gets errors, as its policy says; an alarm at its VM tells which; and it goes
-//! on without a loss when the cluster answers.
+//! on without a loss when the cluster answers. What `vmseal-rbd` holds meanwhile is bounded, however much is asked of it.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use vmseal_channel::Operation;
+use vmseal_lab::clock::own_memory;
 use vmseal_tests::ceph::is_installed;
 use vmseal_tests::ceph_datastore::{CephInstallation, Options};
 use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting};
@@ -10,7 +16,9 @@ use vmseal_tests::guest::Console;
 use vmseal_tests::shell_guest::{booted, holds, run};
 use vmseal_tests::{eventually, rest};
 
+use crate::ceph_channel::{Queue, attach, connection_at, piece, ticket};
 use crate::ceph_datastore::started;
+use crate::ceph_files::make;
 
 const VM: &str = "web";
 
@@ -22,6 +30,21 @@ const STALL: &str = "5";
 /// A write, to a place of the disk that nothing else uses.
 const WRITE: &str =
     "dd if=/dev/zero of=/dev/vda bs=512 count=1 seek=126976 conv=notrunc,fsync 2>/dev/null";
+
+/// How many images are written beside the guest's, each by a queue of its own, and how much is asked of each at once: 1 GiB in all. It is
+/// far more than may be under way, and soon written when the cluster answers again.
+const IMAGES: usize = 8;
+const REQUESTS: usize = 32;
+
+/// The bytes of a request: an object.
+const REQUEST: usize = 4 << 20;
+
+/// By how many bytes the private memory of `vmseal-rbd` grows at least. These images have 360 MiB under way or more, for which memory may be
+/// used again that it has had before.
+const GROWTH_MIN: u64 = 128 << 20;
+
+/// And at most: as much as may be in flight to the cluster (docs/ceph.md).
+const GROWTH_MAX: u64 = 640 << 20;
 
 #[test]
 fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
@@ -52,11 +75,97 @@ fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
     gets_errors_while_the_pool_is_full(&bench, &mut console);
 }
 
+/// An image of the pool, and a queue for it as a filter has it.
+struct Written {
+    path: PathBuf,
+    file: File,
+    connection: OwnedFd,
+    queue: Queue,
+}
+
+/// Writes that ask for more than may be under way.
+struct Load {
+    images: Vec<Written>,
+    /// The `vmseal-rbd` that they are asked of.
+    server: i32,
+    /// What it had as private memory before.
+    before: u64,
+}
+
+impl Load {
+    fn new(bench: &CephInstallation) -> Self {
+        let written = |number: usize| {
+            let path = bench.mounted.join(format!("load-{number}"));
+            let file = make(&path).unwrap();
+            file.set_len((REQUESTS * REQUEST) as u64).unwrap();
+            // A connection for each, as disks have: one thread serves all of its queues, and waits where one may not begin more.
+            let connection = connection_at(&bench.mounted);
+            let (mut queue, _) = attach(&connection, ticket(&file).unwrap()).unwrap();
+            // From the first write on it has the lock of its image.
+            assert_eq!(queue.ask(Operation::Write, 0, &[piece(0, 4096)]), 0);
+            Written { path, file, connection, queue }
+        };
+        let images = (0..IMAGES).map(written).collect();
+        let server = bench.server().expect("the pool is served");
+        Self { images, server, before: memory(server) }
+    }
+
+    fn begin(&mut self) {
+        for written in &mut self.images {
+            for slot in 0..REQUESTS {
+                let offset = (slot * REQUEST) as u64;
+                let data = [piece(0, REQUEST)];
+                written.queue.submit(slot as u32, Operation::Write, offset, &data);
+            }
+        }
+    }
+
+    /// By how much the private memory of `vmseal-rbd` has grown.
+    fn growth(&self) -> u64 {
+        memory(self.server).saturating_sub(self.before)
+    }
+
+    /// `vmseal-rbd` has begun writes, while nothing is answered.
+    fn is_held(&self) {
+        let held = || (self.growth() >= GROWTH_MIN).then_some(());
+        eventually("vmseal-rbd holds what is written", held)
+            .unwrap_or_else(|error| panic!("{error}: it has grown by {}", self.growth()));
+    }
+
+    /// It has not begun all of them.
+    fn is_bounded(&self) {
+        let growth = self.growth();
+        println!("vmseal-rbd: {} MiB, and {} MiB more", self.before >> 20, growth >> 20);
+        assert!(growth <= GROWTH_MAX, "vmseal-rbd has grown by {growth} bytes");
+    }
+
+    /// All of them are done, by the same process, and the images go.
+    fn ends(self, bench: &CephInstallation) {
+        for Written { path, file, connection, mut queue } in self.images {
+            for _ in 0..REQUESTS {
+                let (slot, errno) = queue.answer().expect("the queue is dropped");
+                assert_eq!(errno, 0, "{}: request {slot}", path.display());
+            }
+            drop((queue, connection, file));
+            std::fs::remove_file(path).unwrap();
+        }
+        assert_eq!(bench.server(), Some(self.server), "another vmseal-rbd serves the pool");
+    }
+}
+
+/// The private memory of a process, in bytes: not what filters share with it.
+fn memory(process: i32) -> u64 {
+    own_memory(process.cast_unsigned()).unwrap()
+}
+
 fn waits(bench: &CephInstallation, mut console: Console) {
     let here = &bench.here;
     count(&mut console);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
+    let mut load = Load::new(bench);
     let stopped = bench.cluster.stop_daemons("osd.");
+    load.begin();
+    load.is_held();
     let alarm = here.wait_alarm(DISK, "disk-stalled").unwrap();
     for part in [
         "disk 'disk0'",
@@ -66,7 +175,10 @@ fn waits(bench: &CephInstallation, mut console: Console) {
     ] {
         assert!(alarm.contains(part), "{part}: {alarm}");
     }
+    // Seconds later than it has taken what it takes.
+    load.is_bounded();
     drop(stopped);
+    load.ends(bench);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
     stop_counting(&mut console);
     read_marker_of_disk(&mut console);

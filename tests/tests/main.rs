@@ -14,6 +14,7 @@ mod ceph_evacuation;
 mod ceph_files;
 mod ceph_machines;
 mod ceph_migration;
+mod ceph_postgres;
 mod ceph_stall;
 mod ceph_stall_filter;
 mod changes;

@@ -20,7 +20,7 @@ fn rounds() -> usize {
 fn a_database_that_works_while_its_vm_moves_loses_nothing() {
     let mut here = Installation::new().unwrap();
     add_host_with_datastore(&mut here).unwrap();
-    let mut console = started(&here, VM, "encrypted");
+    let mut console = started(&here, VM, "encrypted", "local");
     bench(&mut console);
     for _ in 0..rounds() {
         for to in [THERE, HERE] {

@@ -99,6 +99,10 @@ enum Outage {
     Monitor,
     /// Two OSDs of three: fewer than the pool needs.
     Osds,
+    /// All daemons at once.
+    Cluster,
+    /// Not the cluster, but the process that serves its pool to the host.
+    Server,
     /// The pool's quota is reached.
     Full,
 }
@@ -108,11 +112,19 @@ impl Outage {
     fn happen(self, ceph: &CephInstallation) {
         let quota =
             |bytes| ceph.cluster.ceph(&["osd", "pool", "set-quota", "coded", "max_bytes", bytes]);
-        let kill = |daemons: &[&str]| daemons.iter().for_each(|name| ceph.kill_daemon(name));
+        let kill = |daemons: &[&str]| {
+            daemons.iter().for_each(|name| ceph.cluster.kill_daemons(name));
+        };
         match self {
             Self::Osd => kill(&["osd.1"]),
             Self::Monitor => kill(&["mon.a"]),
             Self::Osds => kill(&["osd.0", "osd.2"]),
+            Self::Cluster => kill(&[""]),
+            Self::Server => {
+                let former = ceph.server();
+                ceph.kill_server_of_pool();
+                ceph.is_served_again(VM, former);
+            }
             Self::Full => {
                 quota("1");
                 eventually("the pool is full", || {
@@ -125,7 +137,9 @@ impl Outage {
         sleep(LASTS);
         match self {
             Self::Full => quota("0"),
-            Self::Osd | Self::Monitor | Self::Osds => drop(ceph.cluster.up()),
+            // The agent has started another one.
+            Self::Server => {}
+            Self::Osd | Self::Monitor | Self::Osds | Self::Cluster => drop(ceph.cluster.up()),
         }
     }
 }
@@ -149,9 +163,9 @@ fn fio_verifies_on_ceph_whatever_is_done_to_its_vm_and_whatever_fails_meanwhile(
     let operations: [(&[&str], Outage); 8] = [
         (&["vm", "encrypt", VM, "--policy", "encrypted"], Outage::Osd),
         (&["snapshot", "create", VM, "one"], Outage::Monitor),
-        (&["backup", "create", VM, "first", "--to", &to], Outage::Osd),
+        (&["backup", "create", VM, "first", "--to", &to], Outage::Cluster),
         (&["vm", "clone", VM, "copy", "--snapshot", "one"], Outage::Osds),
-        (&["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"], Outage::Osd),
+        (&["vm", "clone", VM, "linked", "--linked", "--snapshot", "one"], Outage::Server),
         (&["snapshot", "create", VM, "asleep", "--memory"], Outage::Full),
         (&["vm", "recrypt", VM], Outage::Monitor),
         (&["vm", "suspend", VM], Outage::Osd),
