@@ -138,8 +138,8 @@ impl Step for MirrorVmStep {
     }
 
     fn redefines(&self) -> bool {
-        // The host uses copies, or has no key any more, before that is on record.
-        matches!(self, Self::Switch | Self::ForgetKey)
+        // The host uses copies, also those of an earlier task, or has no key any more, before that is on record.
+        matches!(self, Self::Clear | Self::Switch | Self::ForgetKey)
     }
 
     fn wait_policy(&self) -> WaitPolicy {
