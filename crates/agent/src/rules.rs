@@ -536,6 +536,16 @@ pub fn copies_are_paused(spec: &VmSpec, task: TaskId) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// A VM that is starting or stopping is to use the copies of its disks.
+#[must_use]
+pub fn switched_later(spec: &VmSpec) -> Problem {
+    let what = format!(
+        "VM '{}' is starting or stopping: its disks are switched when it runs or is off",
+        spec.name
+    );
+    Problem::new(ErrorCode::TimedOut, what)
+}
+
 /// What a cancelled mirror job would take back is in use: the copies are the disks' images.
 #[must_use]
 pub fn is_mirrored(spec: &VmSpec) -> Problem {

@@ -1,6 +1,7 @@
 //! The operations of tasks, in their stored form.
 
 mod copies;
+mod power;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
 pub use self::copies::{Copies, Elsewhere, SentDisks, Temporary};
+pub use self::power::PowerChange;
 
 /// The name of the commit step of a migration, within a control plane and to another one.
 pub(crate) const SWITCH: &str = "switch";
@@ -749,7 +751,8 @@ impl Operation {
         matches!(self, Self::ReceiveVm { committed: true, .. })
     }
 
-    /// The resources that it holds until it ends: only one task holds a resource at a time.
+    /// The resources that it holds until it ends: only one task holds a resource at a time. A change of power holds less where
+    /// [`Operation::leaves_power`] says so.
     #[must_use]
     pub fn claims(&self) -> Vec<Claim> {
         let cloned = match self {
@@ -780,6 +783,8 @@ pub enum Placed {
 pub enum Claim {
     /// A VM with its disks and keys.
     Vm(VmId),
+    /// The power alone of a VM that another task has ([`Operation::leaves_power`]).
+    Power(VmId),
     /// A backup, whatever becomes of its VM.
     Backup(BackupId),
 }
@@ -790,6 +795,7 @@ impl Claim {
     pub fn stored(&self) -> (&'static str, String) {
         match self {
             Self::Vm(vm) => ("vm", vm.to_string()),
+            Self::Power(vm) => ("vm-power", vm.to_string()),
             Self::Backup(backup) => ("backup", backup.to_string()),
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use vmseal_api::former_image::{Discard, FormerFate, FormerImage};
-use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskSpec, DiskToMirror, MirrorJob, Power, VmSpec};
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -130,6 +130,12 @@ impl Inside {
         }
         let known = self.known(vm)?;
         rules::check_tpm_at_rest(&known.spec, job, known.power)?;
+        let power = known.power;
+        let copies = &self.persisted.copies.unfinished;
+        let pivots = job.disks.iter().any(|disk| copies.get(&disk.disk) == Some(&task));
+        if pivots && matches!(power, Power::Starting | Power::Stopping) {
+            return Err(rules::switched_later(&self.known(vm)?.spec));
+        }
         for (committed, wanted) in job.disks.iter().enumerate() {
             if self.halfway && committed > 0 {
                 return Err(gone());

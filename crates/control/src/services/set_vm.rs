@@ -288,15 +288,10 @@ pub(super) async fn require_free(
     write: &mut sqlx::SqliteConnection,
     vm: &vms::Vm,
 ) -> Result<(), Problem> {
-    let Some(task) = tasks::holding(write, vm.id).await? else { return Ok(()) };
-    let detail = format!(
-        "task {} ({}) works on VM '{}': wait for it (vmseal task wait {}) or cancel it",
-        task.id,
-        task.operation.kind(),
-        vm.name,
-        task.id
-    );
-    Err(Problem::new(ErrorCode::WrongState, detail))
+    match tasks::holding(write, vm.id).await? {
+        Some(task) => Err(tasks::in_the_way(&task, &vm.name)),
+        None => Ok(()),
+    }
 }
 
 fn check(request: &SetVm) -> Result<(), Problem> {

@@ -433,8 +433,12 @@ pub async fn start(
         require_former_kept_away(services, &vm, &disks).await?;
     }
     let operation = Operation::StartVm { vm: vm.id, boot_once };
+    if is_suspended && discard_memory {
+        // A task that works on the VM may copy its memory, or keep it.
+        super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
+    }
     if is_suspended && discard_memory && !dry_run {
-        // While a task works on the VM, which may copy its memory, it could not start.
+        // Its memory is given up only where it can start.
         let mut write = services.store.write().await?;
         Engine::record(&mut write, operation.clone(), &vm.name, caller.name()).await?;
         drop(write);

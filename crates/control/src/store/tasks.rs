@@ -11,7 +11,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id::RequestId;
 
 use super::{Part, StoreError, from_json, from_name, parse, to_json, to_name};
-use crate::operation::{Claim, Operation};
+use crate::operation::{Claim, Operation, PowerChange};
 
 /// How many ended tasks are kept; the events record all of them.
 const ENDED_MAX: i64 = 10_000;
@@ -168,7 +168,8 @@ fn read<T>(first: &mut Option<StoreError>, value: Result<T, StoreError>, otherwi
 /// # Errors
 /// `wrong-state` while another task holds the resource.
 pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Problem> {
-    for claim in task.operation.claims() {
+    for wanted in task.operation.claims() {
+        let claim = left_for(to, task, wanted).await?;
         let (kind, object) = claim.stored();
         let claimed =
             sqlx::query("INSERT INTO task_claims (kind, object, task_id) VALUES ($1, $2, $3)")
@@ -182,16 +183,7 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
                 return Err(StoreError::from(error).into());
             }
             let does = match claim {
-                // Of a clone that may be the VM that it is made of.
-                Claim::Vm(vm) => {
-                    let name: Option<String> =
-                        sqlx::query_scalar("SELECT name FROM vms WHERE id = $1")
-                            .bind(vm.to_string())
-                            .fetch_optional(&mut *to)
-                            .await
-                            .map_err(StoreError::from)?;
-                    format!("works on VM '{}'", name.as_ref().unwrap_or(&task.target))
-                }
+                Claim::Vm(_) | Claim::Power(_) => format!("works on VM '{}'", task.target),
                 Claim::Backup(_) => "restores this backup as another VM, or deletes it".to_owned(),
             };
             let detail =
@@ -221,6 +213,49 @@ pub async fn insert(to: &mut SqliteConnection, task: &Task) -> Result<(), Proble
     .await
     .map_err(StoreError::from)?;
     prune(to).await.map_err(Problem::from)
+}
+
+/// What of a resource a task claims: of a VM that another task has, and whose power that leaves to others, a change of power
+/// claims that alone.
+///
+/// # Errors
+/// `wrong-state` where another task is in the way.
+async fn left_for(
+    from: &mut SqliteConnection,
+    task: &Task,
+    wanted: Claim,
+) -> Result<Claim, Problem> {
+    let Claim::Vm(vm) = wanted else { return Ok(wanted) };
+    let change = task.operation.power_change();
+    for claim in [Claim::Power(vm), wanted] {
+        let Some(other) = with_claim(from, claim).await? else { continue };
+        let left = change.filter(|change| other.operation.leaves(vm, *change));
+        if claim == wanted && left.is_some() {
+            return Ok(Claim::Power(vm));
+        }
+        // Of a clone that may be the VM that it is made of.
+        let name: Option<String> = sqlx::query_scalar("SELECT name FROM vms WHERE id = $1")
+            .bind(vm.to_string())
+            .fetch_optional(&mut *from)
+            .await
+            .map_err(StoreError::from)?;
+        let mut problem = in_the_way(&other, name.as_deref().unwrap_or(&task.target));
+        if change.is_some() && other.operation.leaves(vm, PowerChange::Stop) {
+            problem.detail.push_str(". The VM can be stopped meanwhile, but not started");
+        }
+        return Err(problem);
+    }
+    Ok(wanted)
+}
+
+/// The refusal of what another task that works on a VM does not allow.
+#[must_use]
+pub fn in_the_way(other: &Task, vm: &str) -> Problem {
+    let (id, kind) = (other.id, other.operation.kind());
+    let detail = format!(
+        "task {id} ({kind}) works on VM '{vm}': see how far it is (vmseal task show {id}), wait for it (vmseal task wait {id}), or cancel it (vmseal task cancel {id})"
+    );
+    Problem::new(ErrorCode::WrongState, detail)
 }
 
 async fn prune(to: &mut SqliteConnection) -> Result<(), StoreError> {
@@ -333,14 +368,28 @@ pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, 
     Ok(row.map(Task::from))
 }
 
-/// The task that works on a VM.
+/// The task that works on a VM; one that changes its power beside another task only when that has ended.
 pub async fn holding(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Task>, StoreError> {
+    match with_claim(from, Claim::Vm(vm)).await? {
+        Some(task) => Ok(Some(task)),
+        None => beside(from, vm).await,
+    }
+}
+
+/// The task that changes a VM's power beside the one that works on the VM, or did when it was begun.
+pub async fn beside(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Task>, StoreError> {
+    with_claim(from, Claim::Power(vm)).await
+}
+
+async fn with_claim(from: &mut SqliteConnection, claim: Claim) -> Result<Option<Task>, StoreError> {
+    let (kind, object) = claim.stored();
     let row: Option<Row> = sqlx::query_as(concat!(
         "SELECT ",
         columns!(),
-        " FROM tasks WHERE id = (SELECT task_id FROM task_claims WHERE kind = 'vm' AND object = $1)"
+        " FROM tasks WHERE id = (SELECT task_id FROM task_claims WHERE kind = $1 AND object = $2)"
     ))
-    .bind(vm.to_string())
+    .bind(kind)
+    .bind(object)
     .fetch_optional(from)
     .await?;
     Ok(row.map(Task::from))

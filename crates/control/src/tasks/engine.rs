@@ -17,6 +17,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request_id;
 use vmseal_api::transfer::Progress;
 
+use super::beside;
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
 use super::migrate_vm::watched::migrated;
@@ -105,8 +106,8 @@ impl Engine {
     /// Writes a new task in the transaction `write`; [`Engine::begin`] follows once that is committed.
     ///
     /// # Errors
-    /// `wrong-state` while the VM has another task, or the host on which the task would have it is emptied, or while its descriptors may
-    /// know more of it than an inventory that was restored.
+    /// `wrong-state` while another task of the VM is in the way, or the host on which the task would have it is emptied, or while its
+    /// descriptors may know more of it than an inventory that was restored.
     pub async fn record(
         write: &mut Write<'_>,
         operation: Operation,
@@ -129,6 +130,7 @@ impl Engine {
     ) -> Result<Task, Problem> {
         require_active(write, &operation).await?;
         restored::require_for_task(write, &operation).await?;
+        beside::require_no_tpm_copied(write, &operation).await?;
         let step = steps::of(&operation).first().map_or("", |step| step.name());
         let task = Task {
             id: plan.id.unwrap_or_default(),
@@ -397,7 +399,11 @@ impl Engine {
     }
 
     async fn note_forced(write: &mut Write<'_>, vm: VmId) -> Result<Option<Task>, Problem> {
-        let Some(mut task) = tasks::holding(write, vm).await? else { return Ok(None) };
+        let found = match tasks::beside(write, vm).await? {
+            Some(task) => Some(task),
+            None => tasks::holding(write, vm).await?,
+        };
+        let Some(mut task) = found else { return Ok(None) };
         match &mut task.operation {
             Operation::StopVm { force, .. } if task.state != TaskState::RollingBack => {
                 *force = true

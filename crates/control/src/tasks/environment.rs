@@ -14,6 +14,7 @@ use vmseal_api::problem::Problem;
 use super::held_steps::HeldSteps;
 use super::limits::Limits;
 use super::run::Context;
+use crate::locks::Locks;
 use crate::metrics;
 use crate::operation::{Elsewhere, Operation};
 use crate::store::events::NewEvent;
@@ -79,6 +80,8 @@ pub(super) struct Environment {
     pub(super) context: Context,
     pub(super) retry: Retry,
     pub(super) limits: Limits,
+    /// Of VMs that are started, or whose definition changes at their hosts before it does in the inventory.
+    pub(super) definitions: Locks<VmId>,
     /// For tests of whole systems.
     pub(super) held: Option<HeldSteps>,
     #[cfg(test)]
@@ -91,6 +94,7 @@ impl Environment {
             context,
             retry,
             limits: Limits::default(),
+            definitions: Locks::default(),
             held: None,
             #[cfg(test)]
             faults: None,

@@ -137,6 +137,11 @@ impl Step for MirrorVmStep {
         matches!(self, Self::Switch)
     }
 
+    fn redefines(&self) -> bool {
+        // The host uses copies, also those of an earlier task, or has no key any more, before that is on record.
+        matches!(self, Self::Clear | Self::Switch | Self::ForgetKey)
+    }
+
     fn wait_policy(&self) -> WaitPolicy {
         match self {
             Self::Check => WaitPolicy::NONE,
@@ -288,7 +293,7 @@ pub(crate) fn stays_encrypted(disk: &Disk) -> bool {
 }
 
 /// The disks that a task copies: settled when it begins, as the inventory differs after the switch.
-fn of_task(task: &Task) -> Option<Vec<DiskId>> {
+pub(super) fn of_task(task: &Task) -> Option<Vec<DiskId>> {
     serde_json::from_value(task.outputs.get(MirrorVmStep::Check.name())?.clone()).ok()
 }
 

@@ -10,6 +10,7 @@
 //! | [`engine`] | begins, cancels, resolves tasks, across crashes of the server |
 //! | `environment` | the environment of every task; how its state is recorded |
 //! | `runner` | runs one task |
+//! | `beside` | tasks beside which others change the power of their VM |
 //! | `waits` | what a task waits for after a step failed |
 //! | `limits` | concurrency limits |
 //! | `run` | the context of a step |
@@ -18,6 +19,7 @@ mod add_disk;
 pub(crate) mod adopt_vm;
 pub mod autostart;
 pub(crate) mod backups;
+mod beside;
 mod change_host;
 mod change_nics;
 mod clone_vm;

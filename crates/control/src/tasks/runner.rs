@@ -41,7 +41,7 @@ use super::held_steps::Moment;
 use super::run::{LiveProgress, Requests, Run, StepError};
 use super::step::{Awaited, Limit, Output, Step, WaitPolicy};
 use super::waits::{self, FailureKind};
-use super::{limits, migrate_vm, steps};
+use super::{beside, limits, migrate_vm, steps};
 use crate::hosts::is_silence;
 use crate::store::tasks::Task;
 use crate::store::vms;
@@ -229,6 +229,7 @@ impl Runner<'_> {
         let (environment, live, vm_id) = (self.environment, Arc::clone(&self.live), self.vm_id);
         let (retry, context) = (environment.retry, &environment.context);
         let (mut tries, mut furthest, mut sent) = (0, 0, self.resumed);
+        let mut tried_beside = false;
         loop {
             let share = self.take_share(step, &requests).await;
             let task = self.task.clone();
@@ -244,6 +245,10 @@ impl Runner<'_> {
                 Ok(output) => return Ok(Ok(output)),
                 Err(error) => error,
             };
+            if beside::outlast(&run, &error, &mut tried_beside).await {
+                tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), "again, as the VM started or stopped");
+                continue;
+            }
             let done = self.live.read().map_or(0, |seen| seen.progress.done);
             if done > furthest {
                 (tries, furthest) = (0, done);
@@ -423,6 +428,11 @@ impl Runner<'_> {
         if let Err(cancelled) = run.check_cancelled() {
             return Ok(Err(cancelled));
         }
+        let definitions = &self.environment.definitions;
+        let _turn = match beside::turn(definitions, run, step, cause.is_some()).await {
+            Ok(turn) => turn,
+            Err(error) => return Ok(Err(error)),
+        };
         #[cfg(test)]
         if let Some(interfered) = self.interfere(run, step, cause, FaultPoint::Before).await? {
             return Ok(interfered);

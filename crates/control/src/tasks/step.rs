@@ -105,6 +105,12 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether its host has the VM otherwise than the inventory while it is done or undone: what would register the VM as the inventory
+    /// has it, and start it, waits meanwhile.
+    fn redefines(&self) -> bool {
+        false
+    }
+
     /// Whether it records every request for a change ([`Run::noted`]): only then is it known that no request has
     /// reached a host.
     fn notes_what_it_sends(&self) -> bool {

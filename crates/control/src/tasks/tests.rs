@@ -16,6 +16,7 @@ mod adopt;
 mod adopt_newer;
 mod away;
 mod backups;
+mod beside;
 mod cdrom;
 mod change_host;
 mod changes;

@@ -347,13 +347,7 @@ impl Owner {
                     self.may_replace_filter().await?;
                 }
             }
-            _ => {
-                let what = format!(
-                    "VM '{}' is starting or stopping: its disks are switched when it runs or is off",
-                    self.spec.name
-                );
-                return Err(Problem::new(ErrorCode::TimedOut, what));
-            }
+            _ => return Err(rules::switched_later(&self.spec)),
         }
         for disk in &job.disks {
             self.workers.cancel(disk.disk).await;

@@ -560,7 +560,8 @@ async fn a_copy_in_progress_holds_its_vm_and_can_be_cancelled() {
         };
         let progress = fixture.eventually("it copies", shown).await;
         assert_eq!(progress.total, 2 << 20);
-        let second = Operation::StartVm { vm, boot_once: None };
+        // Its power is another matter (`beside`).
+        let second = Operation::SuspendVm { vm };
         let mut write = fixture.store.write().await.unwrap();
         let second = Engine::record(&mut write, second, "web", "me").await.unwrap_err();
         assert_eq!(second.code, ErrorCode::WrongState);
