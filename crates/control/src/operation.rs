@@ -1,5 +1,6 @@
 //! The operations of tasks, in their stored form.
 
+mod claim;
 mod copies;
 mod power;
 
@@ -17,6 +18,7 @@ use vmseal_api::id::{
 use vmseal_api::model::Lifecycle;
 use vmseal_api::transfer::ExportFormat;
 
+pub use self::claim::Claim;
 pub use self::copies::{Copies, Elsewhere, SentDisks, Temporary};
 pub use self::power::PowerChange;
 
@@ -776,27 +778,4 @@ pub enum Placed {
     WhereItIs(VmId),
     /// On this host.
     On(HostId),
-}
-
-/// A resource that a task holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claim {
-    /// A VM with its disks and keys.
-    Vm(VmId),
-    /// The power alone of a VM that another task has ([`Operation::leaves_power`]).
-    Power(VmId),
-    /// A backup, whatever becomes of its VM.
-    Backup(BackupId),
-}
-
-impl Claim {
-    /// Its kind and id, as in the inventory.
-    #[must_use]
-    pub fn stored(&self) -> (&'static str, String) {
-        match self {
-            Self::Vm(vm) => ("vm", vm.to_string()),
-            Self::Power(vm) => ("vm-power", vm.to_string()),
-            Self::Backup(backup) => ("backup", backup.to_string()),
-        }
-    }
 }

@@ -63,7 +63,7 @@ pub async fn control(
     };
     super::features::require(services, &vm, feature, cannot)?;
     require_running(services, &vm, !wakes).await?;
-    super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
+    super::vms::require_free(&mut *services.store.read().await?, &vm).await?;
     if dry_run {
         if wakes {
             require_asleep(services, &vm)?;

@@ -20,12 +20,12 @@ use super::caller::{Caller, Privilege};
 use super::hardware::check_network_boot;
 use super::set_policy::{Need, model_name, needs, needs_of_storage};
 use super::vm_values::{check_count, check_description, check_labels, check_memory, check_vcpus};
-use super::vms::{require_no_template, require_ready};
+use super::vms::{require_free, require_no_template, require_ready};
 use super::{Outcome, Services, features, room, saved_memory};
 use crate::compliance;
 use crate::hosts::{is_silence, restored};
 use crate::store::events::NewEvent;
-use crate::store::{datastores, disks, nics, policies, snapshots, tasks, vms};
+use crate::store::{datastores, disks, nics, policies, snapshots, vms};
 
 /// Changes a VM.
 pub async fn set(
@@ -281,17 +281,6 @@ fn not_told(vm: &vms::Vm, why: Problem) -> Problem {
         vm.name
     );
     Problem { detail, ..why }
-}
-
-/// Refuses while a task works on the VM: it may depend on what would change.
-pub(super) async fn require_free(
-    write: &mut sqlx::SqliteConnection,
-    vm: &vms::Vm,
-) -> Result<(), Problem> {
-    match tasks::holding(write, vm.id).await? {
-        Some(task) => Err(tasks::in_the_way(&task, &vm.name)),
-        None => Ok(()),
-    }
 }
 
 fn check(request: &SetVm) -> Result<(), Problem> {

@@ -383,6 +383,14 @@ pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
     Err(Problem::new(ErrorCode::WrongState, format!("VM '{}' {why}", vm.name)))
 }
 
+/// Refuses while a task works on the VM: it may depend on what would change.
+pub(super) async fn require_free(write: &mut SqliteConnection, vm: &Vm) -> Result<(), Problem> {
+    match tasks::holding(write, vm.id).await? {
+        Some(task) => Err(tasks::in_the_way(&task, &vm.name)),
+        None => Ok(()),
+    }
+}
+
 /// Refuses what would start or change a template: its clones are to hold what it holds now.
 pub(super) fn require_no_template(vm: &vms::Vm) -> Result<(), Problem> {
     if !vm.template {
@@ -435,7 +443,7 @@ pub async fn start(
     let operation = Operation::StartVm { vm: vm.id, boot_once };
     if is_suspended && discard_memory {
         // A task that works on the VM may copy its memory, or keep it.
-        super::set_vm::require_free(&mut *services.store.read().await?, &vm).await?;
+        require_free(&mut *services.store.read().await?, &vm).await?;
     }
     if is_suspended && discard_memory && !dry_run {
         // Its memory is given up only where it can start.

@@ -23,7 +23,7 @@ use super::{Known, check_image, check_nics, place};
 use crate::hosts::restored;
 use crate::operation::Definition;
 use crate::services::caller::{Caller, Privilege};
-use crate::services::set_vm::require_free;
+use crate::services::vms::require_free;
 use crate::services::{Services, hardware};
 use crate::store::StoreError;
 use crate::store::events::NewEvent;
