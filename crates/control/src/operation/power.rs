@@ -28,8 +28,6 @@ const BOTH: &[PowerChange] = &[Stop, Start];
 /// Hosts refuse to start the VM beside the task's job.
 const STOP: &[PowerChange] = &[Stop];
 
-use PowerChange::{Start, Stop};
-
 impl Operation {
     /// The change of its VM's power, if it does nothing else.
     #[must_use]

@@ -71,8 +71,8 @@ fn read_from_storage(mirror: &Mirror) -> Result<(), Problem> {
 /// Opens each layer, also those that only snapshots need. They have no header of their own: their data key is in that of the image.
 fn open_layers(mirror: &Mirror) -> Result<(), Problem> {
     let home = mirror.target()?;
-    let each = layers::read(&home, mirror.disk)?.uppermost().into_iter();
-    each.map(|layer| layers::open_from(&home, mirror.disk, Some(layer)).map(drop)).collect()
+    let mut each = layers::read(&home, mirror.disk)?.uppermost().into_iter();
+    each.try_for_each(|layer| layers::open_from(&home, mirror.disk, Some(layer)).map(drop))
 }
 
 /// The problem of a copy that does not open.
