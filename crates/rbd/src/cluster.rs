@@ -24,7 +24,7 @@ const CONNECT_SECONDS: &str = "30";
 
 /// How long monitors may take to answer a command, and so to put an address on the blocklist when a lock is broken: as for connecting. What
 /// OSDs are asked has no such limit (`rados_osd_op_timeout` is not set): requests of guests wait, and do not fail.
-const MONITORS_SECONDS: &str = "30";
+pub(crate) const MONITORS_SECONDS: u64 = 30;
 
 /// The most bytes of requests in flight, and the most requests: more wait in the library, whatever image they are of. So there is room
 /// for all that filters may ask for by channels, whose images are to wait for nobody else's, and 128 MiB for what comes by FUSE.
@@ -159,6 +159,7 @@ impl Cluster {
     fn configure(&self, access: &Access) -> Result<(), ConnectError> {
         let messenger = access.messenger.name();
         let (bytes, requests) = (BYTES_IN_FLIGHT.to_string(), REQUESTS_IN_FLIGHT.to_string());
+        let monitors_seconds = MONITORS_SECONDS.to_string();
         self.set("key", access.key.expose_c())?;
         for (option, value) in [
             ("mon_host", access.monitors.as_str()),
@@ -167,7 +168,7 @@ impl Cluster {
             (MESSENGER_OPTIONS[0], messenger),
             (MESSENGER_OPTIONS[1], messenger),
             ("client_mount_timeout", CONNECT_SECONDS),
-            ("rados_mon_op_timeout", MONITORS_SECONDS),
+            ("rados_mon_op_timeout", monitors_seconds.as_str()),
             ("objecter_inflight_op_bytes", bytes.as_str()),
             ("objecter_inflight_ops", requests.as_str()),
             // What is answered is durable; what guests have not flushed is nowhere else.

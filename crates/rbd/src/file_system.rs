@@ -5,6 +5,7 @@
 
 mod attributes;
 mod fence;
+mod known;
 mod metadata;
 mod release;
 mod requests;
@@ -21,9 +22,10 @@ use fuser::{FileAttr, OpenFlags, RenameFlags};
 use vmseal_api::fencing::Fencing;
 use vmseal_api::rbd::Mounted;
 
+use self::known::{KnownInodes, Owner};
 use crate::channel::gate::Gate;
 use crate::channel::service::Service;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, MONITORS_SECONDS};
 use crate::directory::{Directories, Entry, Nameless};
 use crate::image_layout;
 use crate::inode::Inode;
@@ -45,6 +47,10 @@ const LENGTH_KNOWN: Duration = Duration::from_secs(1);
 /// How long it is known what room the pool has and how it keeps data: asking for it is work for a monitor.
 const POOL_KNOWN: Good = Good { answer: Duration::from_secs(2), error: Duration::from_secs(2) };
 
+/// How long a request waits for the first answer about the room: as long as monitors may take. Who has a disk opened asks on what file system
+/// it is, which comes with the room, and would fail right after a process of this mount has taken another one's place.
+const ROOM_FIRST: Duration = Duration::from_secs(MONITORS_SECONDS);
+
 /// In what blocks the room is told, in bytes.
 const BLOCK: u32 = 4096;
 
@@ -64,10 +70,8 @@ pub struct FileSystem {
     releases: Arc<Gate>,
     listings: Mutex<HashMap<u64, Arc<Vec<Entry>>>>,
     last_listing: AtomicU64,
-    /// A name of each file that the kernel knows.
-    names: Mutex<HashMap<Inode, (Inode, String)>>,
-    /// Directories that were given to other users ([`metadata`]).
-    given: Mutex<HashMap<Inode, (u32, u32)>>,
+    /// What the kernel knows: names of files, and the directories that were given to other users ([`metadata`]).
+    known: KnownInodes,
     /// The room of the pool, in bytes: what it holds, and what it can take yet.
     room: Question<(u64, u64)>,
     /// The value of `POOLS_ATTRIBUTE`.
@@ -76,7 +80,7 @@ pub struct FileSystem {
     fencing: Question<Fencing>,
     rooms: Rooms,
     osds: Osds,
-    owner: (u32, u32),
+    owner: Owner,
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -90,7 +94,7 @@ fn text(name: &OsStr) -> io::Result<&str> {
 /// What room a pool has.
 fn room(cluster: &Arc<Cluster>, pool: String) -> Question<(u64, u64)> {
     let cluster = Arc::clone(cluster);
-    Question::new("what room the pool has", POOL_KNOWN, move || cluster.room(&pool))
+    Question::needed("what room the pool has", POOL_KNOWN, ROOM_FIRST, move || cluster.room(&pool))
 }
 
 impl FileSystem {
@@ -128,24 +132,48 @@ impl FileSystem {
             releases: Arc::default(),
             listings: Mutex::default(),
             last_listing: AtomicU64::new(0),
-            names: Mutex::default(),
-            given: Mutex::default(),
+            known: KnownInodes::default(),
             owner,
         }
     }
 
-    fn known(&self, inode: Inode, directory: Inode, name: &str) {
-        if !inode.is_directory() {
-            lock(&self.names).insert(inode, (directory, name.to_owned()));
+    /// Does what a look-up is answered with, and counts the look-up; not where that fails, as the kernel then counts none either.
+    fn counted<T>(&self, inode: Inode, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        // First: the kernel may forget it as soon as it has the answer.
+        self.known.looked_up(inode);
+        work().inspect_err(|_| self.forget(inode, 1))
+    }
+
+    fn forget(&self, inode: Inode, look_ups: u64) {
+        if self.known.forget(inode, look_ups) {
+            self.rooms.forget(inode);
         }
     }
 
-    fn look_up(&self, directory: Inode, name: &OsStr) -> io::Result<(FileAttr, Duration)> {
+    /// What has a name: asks about the directory alone.
+    fn find(&self, directory: Inode, name: &OsStr) -> io::Result<Inode> {
+        let found = self.directories.look_up(directory, text(name)?)?;
+        found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+    }
+
+    /// Describes what [`FileSystem::find`] has found: asks about that alone.
+    fn found(
+        &self,
+        inode: Inode,
+        directory: Inode,
+        name: &OsStr,
+    ) -> io::Result<(FileAttr, Duration)> {
         let name = text(name)?;
-        let found = self.directories.look_up(directory, name)?;
-        let inode = found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
-        self.known(inode, directory, name);
-        self.attributes(inode)
+        self.counted(inode, || {
+            self.known.is_named(inode, directory, name);
+            self.attributes(inode)
+        })
+    }
+
+    fn make_directory(&self, parent: Inode, name: &OsStr) -> io::Result<(FileAttr, Duration)> {
+        let directory = Inode::new_directory();
+        self.directories.add(parent, text(name)?, directory)?;
+        self.counted(directory, || self.attributes(directory))
     }
 
     fn make_file(
@@ -173,15 +201,17 @@ impl FileSystem {
         if inode.is_directory() {
             return Err(io::Error::from_raw_os_error(libc::EISDIR));
         }
-        self.known(inode, directory, name);
-        let handle = self.open.open(&self.store, inode, Rights::of(OpenFlags(flags)))?;
-        match self.attributes(inode) {
-            Ok((attr, known)) => Ok((attr, known, handle)),
-            Err(error) => {
-                self.close(inode, handle);
-                Err(error)
+        self.counted(inode, || {
+            self.known.is_named(inode, directory, name);
+            let handle = self.open.open(&self.store, inode, Rights::of(OpenFlags(flags)))?;
+            match self.attributes(inode) {
+                Ok((attr, known)) => Ok((attr, known, handle)),
+                Err(error) => {
+                    self.close(inode, handle);
+                    Err(error)
+                }
             }
-        }
+        })
     }
 
     fn unlink_file(&self, directory: Inode, name: &OsStr) -> io::Result<()> {
@@ -213,7 +243,7 @@ impl FileSystem {
         let nameless = self.directories.rename(directory, name, new_name, must_be_free)?;
         self.gone(nameless)?;
         if let Some(inode) = self.directories.look_up(directory, new_name)? {
-            self.known(inode, directory, new_name);
+            self.known.is_named(inode, directory, new_name);
             if let Some(file) = self.open.get(inode) {
                 file.name_image(new_name);
             }
@@ -227,10 +257,10 @@ impl FileSystem {
         directory: Inode,
         name: &OsStr,
     ) -> io::Result<(FileAttr, Duration)> {
-        let known = lock(&self.names).get(&inode).cloned();
+        let known = self.known.name(inode);
         let (parent, known) = known.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
         self.directories.link(inode, (parent, &known), directory, text(name)?)?;
-        self.attributes(inode)
+        self.counted(inode, || self.attributes(inode))
     }
 
     /// Does something with a file that may not be open.
@@ -254,7 +284,7 @@ impl FileSystem {
         self.with_file(inode, true, |file| {
             let was_image = file.image().is_some();
             file.set_size(&self.store, size)?;
-            if !was_image && let Some((_, name)) = lock(&self.names).get(&inode).cloned() {
+            if !was_image && let Some((_, name)) = self.known.name(inode) {
                 file.name_image(&name);
             }
             Ok(())

@@ -182,6 +182,12 @@ impl Locks {
         }
     }
 
+    /// Whether somebody here has a lock of a file, or asks for one. It never waits for the cluster.
+    #[must_use]
+    pub fn has(&self, inode: Inode) -> bool {
+        self.files().contains_key(&inode)
+    }
+
     /// Locks a file; false where another process, here or elsewhere, has a lock that is in the way.
     ///
     /// # Errors
@@ -422,6 +428,29 @@ mod tests {
         assert!(last.is_some() && begin(next + 1).is_none());
         drop((renewals, last));
         assert!(locks.renewed().is_empty());
+    }
+
+    #[test]
+    fn a_file_has_locks_from_when_one_is_asked_for_until_the_last_is_given_up() {
+        let (inode, owner) = (Inode(2), Owner { owner: 1, handle: 10 });
+        let (let_go, goes) = mpsc::channel();
+        let (asked, heard) = mpsc::channel();
+        let (goes, asked) = (Mutex::new(goes), Mutex::new(asked));
+        let locks =
+            Locks::new(Arc::new(Cluster { hangs: inode.object(), goes, asked }), Vec::new());
+        assert!(!locks.has(inode));
+        let there = Arc::clone(&locks);
+        let asks = std::thread::spawn(move || there.lock(inode, owner, Held::Exclusive));
+        heard.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(
+            locks.has(inode),
+            "a lock that is asked for is not given up when the file is closed"
+        );
+        drop(let_go);
+        assert!(asks.join().unwrap().unwrap());
+        assert!(locks.has(inode));
+        locks.unlock(inode, |_| true).unwrap();
+        assert!(!locks.has(inode));
     }
 
     #[test]

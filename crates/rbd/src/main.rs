@@ -49,7 +49,8 @@ const CHECK_SECONDS: u32 = 15;
 const THREADS: usize = 4;
 
 /// How long it is waited for requests that are under way when the mount has ended, of filters too: as long as several requests to a cluster
-/// that answers.
+/// that answers. Files that are being closed are waited for without limit, and after this time the log says so: their lengths are noted then,
+/// and what was written beyond a length that is not noted is lost.
 const REQUESTS_END: Duration = Duration::from_secs(10);
 
 /// Mounts a pool of a Ceph cluster as a datastore: long files are RBD images, short ones objects. It serves until the directory is
@@ -308,7 +309,13 @@ fn serve(
         .context("the kernel's FUSE does not answer")?;
     tracing::info!(directory = %options.directory.display(), "mounted");
     let ended = session.run().context("the file system ended");
-    releases.wait();
+    if !releases.wait_for(REQUESTS_END) {
+        tracing::warn!(
+            seconds = REQUESTS_END.as_secs(),
+            "files are still being closed: the process waits until the cluster has answered, without limit"
+        );
+        releases.wait();
+    }
     if !served.wait_for(REQUESTS_END) {
         end_at_once(&ended);
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  ask ──answered of late──> that
-//!   └────else──> a thread asks ──> its answer, if it comes within WAIT
+//!   └────else──> a thread asks ──> its answer, if it comes within WAIT (the first one of some questions may take longer)
 //!                              └──> else what they said before, if that is not older than OLDEST
 //!                                    └──> else an error: what they answered last, or ETIMEDOUT
 //! ```
@@ -38,9 +38,21 @@ struct Shared<T> {
     /// What is asked, for the log.
     what: &'static str,
     good: Good,
+    /// How long a request waits while there is nothing else to tell.
+    first: Duration,
     ask: Box<Ask<T>>,
     state: Mutex<State<T>>,
     ended: Condvar,
+}
+
+/// A thread asks, until this is dropped, also where it ends by a defect: then it is asked again.
+struct Asking<T>(Arc<Shared<T>>);
+
+impl<T> Drop for Asking<T> {
+    fn drop(&mut self) {
+        self.0.state().asking = None;
+        self.0.ended.notify_all();
+    }
 }
 
 struct State<T> {
@@ -60,8 +72,20 @@ impl<T: Clone + Send + 'static> Question<T> {
         good: Good,
         ask: impl Fn() -> io::Result<T> + Send + Sync + 'static,
     ) -> Self {
+        Self::needed(what, good, WAIT, ask)
+    }
+
+    /// The same. While there is nothing else to tell, requests wait for so long, and not a second.
+    #[must_use]
+    pub fn needed(
+        what: &'static str,
+        good: Good,
+        first: Duration,
+        ask: impl Fn() -> io::Result<T> + Send + Sync + 'static,
+    ) -> Self {
         let state = Mutex::new(State { told: None, failed: None, asking: None });
-        Self(Arc::new(Shared { what, good, ask: Box::new(ask), state, ended: Condvar::new() }))
+        let (ask, ended) = (Box::new(ask), Condvar::new());
+        Self(Arc::new(Shared { what, good, first, ask, state, ended }))
     }
 
     /// What was answered of late; nobody waits.
@@ -75,7 +99,7 @@ impl<T: Clone + Send + 'static> Question<T> {
         self.start(&mut self.0.state());
     }
 
-    /// The answer. It waits for a second at most.
+    /// The answer. It waits for a second at most, or as [`Question::needed`] says.
     ///
     /// # Errors
     /// The monitors'; `ETIMEDOUT` where they do not answer.
@@ -85,13 +109,17 @@ impl<T: Clone + Send + 'static> Question<T> {
             return Ok(told);
         }
         self.start(&mut state);
-        // From its beginning: monitors that hang are not waited for again and again.
-        let left =
-            state.asking.map_or(Duration::ZERO, |begun| WAIT.saturating_sub(begun.elapsed()));
+        let left = self.left(&state);
         let goes_on = |state: &mut State<T>| state.asking.is_some();
         let waited = self.0.ended.wait_timeout_while(state, left, goes_on);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.last()
+    }
+
+    /// How long an answer is waited for. From its beginning: monitors that hang are not waited for again and again.
+    fn left(&self, state: &State<T>) -> Duration {
+        let most = if state.has_last() { WAIT } else { self.0.first };
+        state.asking.map_or(Duration::ZERO, |begun| most.saturating_sub(begun.elapsed()))
     }
 
     /// Starts a thread that asks, unless one does, or the monitors have just refused to answer.
@@ -102,9 +130,10 @@ impl<T: Clone + Send + 'static> Question<T> {
         }
         let shared = Arc::clone(&self.0);
         let ask = move || {
+            let asking = Asking(shared);
+            let shared = &asking.0;
             let answer = (shared.ask)();
             shared.state().note(shared.what, answer);
-            shared.ended.notify_all();
         };
         match std::thread::Builder::new().name("monitors".into()).spawn(ask) {
             Ok(_) => state.asking = Some(Instant::now()),
@@ -131,6 +160,11 @@ impl<T: Clone> State<T> {
         (at.elapsed() < than).then(|| told.clone())
     }
 
+    /// Whether there is something to tell without a new answer.
+    fn has_last(&self) -> bool {
+        self.told.as_ref().is_some_and(|(at, _)| at.elapsed() < OLDEST)
+    }
+
     /// What is told without a new answer.
     fn last(&self) -> io::Result<T> {
         let number = self.failed.map_or(libc::ETIMEDOUT, |(_, number)| number);
@@ -138,7 +172,6 @@ impl<T: Clone> State<T> {
     }
 
     fn note(&mut self, what: &str, answer: io::Result<T>) {
-        self.asking = None;
         let error = match answer {
             Ok(told) => {
                 if self.failed.take().is_some() {
@@ -167,6 +200,7 @@ impl<T: Clone> State<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::{self, Sender};
 
     use super::*;
@@ -249,6 +283,44 @@ mod tests {
         give.send(Ok(8)).unwrap();
         assert_eq!(question.ask().unwrap(), 8);
         assert_eq!(asked.try_iter().count(), 3);
+    }
+
+    #[test]
+    fn what_is_needed_is_waited_for_longer_while_there_is_nothing_else_to_tell() {
+        let (tell, asked) = mpsc::channel();
+        let (give, answers) = mpsc::channel::<()>();
+        let answers = Mutex::new(answers);
+        let good = Good { answer: Duration::ZERO, error: LONG };
+        let question = Question::needed("a number", good, LONG, move || {
+            tell.send(()).unwrap();
+            let _ = answers.lock().unwrap().recv();
+            Ok(7_u64)
+        });
+        let left = || question.left(&question.0.state());
+        assert_eq!(left(), Duration::ZERO, "nobody asks");
+        question.begin();
+        asked.recv().unwrap();
+        assert!(left() > WAIT);
+        let told = |age| Instant::now().checked_sub(age).map(|at| (at, 6));
+        question.0.state().told = told(WAIT);
+        assert!(left() <= WAIT);
+        question.0.state().told = told(OLDEST);
+        assert!(left() > WAIT, "what is too old is told");
+        // It ends as soon as there is an answer.
+        drop(give);
+        ended(&question);
+        assert_eq!(question.ask().unwrap(), 7);
+    }
+
+    #[test]
+    fn a_question_that_has_ended_by_a_defect_is_asked_again() {
+        let is_first = AtomicBool::new(true);
+        let question = Question::new("a number", Good { answer: LONG, error: LONG }, move || {
+            assert!(!is_first.swap(false, Ordering::Relaxed), "a defect of a test");
+            Ok(7_u64)
+        });
+        assert_eq!(number(&question.ask()), Some(libc::ETIMEDOUT));
+        assert_eq!(question.ask().unwrap(), 7);
     }
 
     #[test]

@@ -222,6 +222,29 @@ mod tests {
     }
 
     #[test]
+    fn requests_that_go_on_about_an_object_that_hangs_keep_no_threads_from_the_first_one() {
+        let workers = Arc::new(Workers::new("test", OF_ONE + 1).unwrap());
+        let (tell, begun) = mpsc::channel();
+        let look_up = |_| {
+            let (let_go, goes) = mpsc::channel::<()>();
+            let (again, tell) = (Arc::clone(&workers), tell.clone());
+            workers.run(Inode(2), move || {
+                again.run(Inode(4), move || {
+                    tell.send(Inode(4)).unwrap();
+                    let _ = goes.recv();
+                });
+            });
+            let_go
+        };
+        let stuck: Vec<_> = (0..2 * OF_ONE).map(look_up).collect();
+        (0..OF_ONE).for_each(|_| assert_eq!(next(&begun), Inode(4)));
+        drop(hangs(&workers, Inode(2), &tell));
+        assert_eq!(next(&begun), Inode(2));
+        drop(stuck);
+        (OF_ONE..2 * OF_ONE).for_each(|_| assert_eq!(next(&begun), Inode(4)));
+    }
+
+    #[test]
     fn there_are_so_many_threads_and_the_next_request_begins_when_one_ends() {
         let workers = Workers::new("test", 3).unwrap();
         let (tell, begun) = mpsc::channel();

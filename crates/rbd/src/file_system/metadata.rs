@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{FileAttr, FileType, INodeNo};
 
-use super::{BLOCK, FileSystem, LENGTH_KNOWN, NAMES_KNOWN, lock};
+use super::{BLOCK, FileSystem, LENGTH_KNOWN, NAMES_KNOWN};
 use crate::inode::Inode;
 use crate::open_file::noted_size;
 use crate::rooms::Rooms;
@@ -58,33 +58,12 @@ impl FileSystem {
         if !inode.is_directory() || (user.is_none() && group.is_none()) {
             return;
         }
-        let mut given = lock(&self.given);
-        let before = given.get(&inode).copied().unwrap_or(self.owner);
-        let now = (user.unwrap_or(before.0), group.unwrap_or(before.1));
-        if now == self.owner {
-            given.remove(&inode);
-        } else {
-            given.insert(inode, now);
-        }
-    }
-
-    /// Who has a file or directory. One of several names of a file may be that of another directory: it is nobody else's.
-    fn owner_of(&self, inode: Inode, names: u32) -> (u32, u32) {
-        let given = lock(&self.given);
-        if given.is_empty() {
-            return self.owner;
-        }
-        let directory = match inode.is_directory() {
-            true => Some(inode),
-            false if names > 1 => None,
-            false => lock(&self.names).get(&inode).map(|(directory, _)| *directory),
-        };
-        directory.and_then(|directory| given.get(&directory).copied()).unwrap_or(self.owner)
+        self.known.give(inode, user, group, self.owner);
     }
 
     fn attr(&self, inode: Inode, size: u64, changed: SystemTime, names: u32) -> FileAttr {
         let directory = inode.is_directory();
-        let (uid, gid) = self.owner_of(inode, names);
+        let (uid, gid) = self.known.given(inode, names).unwrap_or(self.owner);
         FileAttr {
             ino: INodeNo(inode.0),
             size,

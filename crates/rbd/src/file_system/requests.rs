@@ -4,7 +4,7 @@
 //!  the kernel ──> a thread that takes requests ──> what asks nobody, reads and writes of images: librbd's threads answer them
 //!                   └──> names    ──> whatever is about names, attributes, locks
 //!                   └──> data     ──> what asks the cluster about an open file: it gets longer, it is an object
-//!                   └──> monitors ──> what the monitors know
+//!                   └──> monitors ──> what the monitors know; the room of the pool has threads of its own
 //! ```
 //! So a thread that takes requests waits for nobody, and names that the cluster does not answer about, or monitors, take no thread from data.
 
@@ -48,6 +48,9 @@ const DATA_MAX: usize = 32;
 /// The most threads for what monitors know: none of them waits for longer than seconds.
 const MONITORS_MAX: usize = 4;
 
+/// The most threads for the room of the pool: until there was a first answer they wait as long as monitors may take, for the same one.
+const ROOM_MAX: usize = 4;
+
 /// The mode of `fallocate(2)` that makes zeroes.
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE;
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
@@ -59,9 +62,10 @@ const OPENED: FopenFlags =
 /// The requests for a file system.
 pub struct Requests {
     files: Arc<FileSystem>,
-    names: Workers,
+    names: Arc<Workers>,
     data: Workers,
     monitors: Workers,
+    room: Workers,
 }
 
 fn inode(of: INodeNo) -> Inode {
@@ -164,6 +168,22 @@ fn unsupported() -> io::Error {
     io::Error::from_raw_os_error(libc::EOPNOTSUPP)
 }
 
+/// Has a thread do something.
+fn later(
+    files: &Arc<FileSystem>,
+    workers: &Workers,
+    about: Inode,
+    work: impl FnOnce(&Arc<FileSystem>) + Send + 'static,
+) {
+    let (files, inside) = (Arc::clone(files), files.served.enter());
+    workers.run(about, move || {
+        work(&files);
+        // Who ends the process waits until all is closed.
+        drop(files);
+        drop(inside);
+    });
+}
+
 impl Requests {
     /// Those for this file system.
     ///
@@ -172,9 +192,10 @@ impl Requests {
     pub fn of(files: FileSystem) -> io::Result<Self> {
         Ok(Self {
             files: Arc::new(files),
-            names: Workers::new("names", NAMES_MAX)?,
+            names: Arc::new(Workers::new("names", NAMES_MAX)?),
             data: Workers::new("data", DATA_MAX)?,
             monitors: Workers::new("ask-monitors", MONITORS_MAX)?,
+            room: Workers::new("ask-room", ROOM_MAX)?,
         })
     }
 
@@ -185,13 +206,7 @@ impl Requests {
         about: Inode,
         work: impl FnOnce(&FileSystem) + Send + 'static,
     ) {
-        let (files, inside) = (Arc::clone(&self.files), self.files.served.enter());
-        workers.run(about, move || {
-            work(&files);
-            // Who ends the process waits until all is closed.
-            drop(files);
-            drop(inside);
-        });
+        later(&self.files, workers, about, move |files| work(files));
     }
 
     /// Has a thread do a request, and answer it.
@@ -242,18 +257,34 @@ impl Filesystem for Requests {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let (directory, name) = (inode(parent), name.to_owned());
-        self.named(directory, reply, move |files| files.look_up(directory, &name), entry);
+        let (directory, name, names) = (inode(parent), name.to_owned(), Arc::clone(&self.names));
+        later(&self.files, &self.names, directory, move |files| {
+            let found = match files.find(directory, &name) {
+                Ok(found) => found,
+                Err(error) => return reply.refuse(error),
+            };
+            let describe = move |files: &FileSystem| {
+                answer(reply, files.found(found, directory, &name), entry);
+            };
+            // Of a directory nobody is asked.
+            if found.is_directory() {
+                return describe(files);
+            }
+            // It is about the file from here on: one that hangs keeps no threads from the directory's other files.
+            later(files, &names, found, move |files| describe(files));
+        });
     }
 
-    fn forget(&self, _: &Request, ino: INodeNo, _: u64) {
-        lock(&self.files.names).remove(&inode(ino));
-        lock(&self.files.given).remove(&inode(ino));
-        self.files.rooms.forget(inode(ino));
+    fn forget(&self, _: &Request, ino: INodeNo, nlookup: u64) {
+        self.files.forget(inode(ino), nlookup);
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
         let ino = inode(ino);
+        // Of a directory nobody is asked.
+        if ino.is_directory() {
+            return answer(reply, self.files.attributes(ino), attributes);
+        }
         self.named(ino, reply, move |files| files.describe(ino, Rooms::ask), attributes);
     }
 
@@ -281,17 +312,16 @@ impl Filesystem for Requests {
             size.map_or(Ok(()), |size| files.set_size(ino, size))?;
             files.attributes(ino)
         };
+        // Of a directory nobody is asked.
+        if ino.is_directory() {
+            return answer(reply, set(&self.files), attributes);
+        }
         self.named(ino, reply, set, attributes);
     }
 
     fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, _: u32, _: u32, reply: ReplyEntry) {
         let (parent, name) = (inode(parent), name.to_owned());
-        let make = move |files: &FileSystem| {
-            let directory = Inode::new_directory();
-            files.directories.add(parent, text(&name)?, directory)?;
-            files.attributes(directory)
-        };
-        self.named(parent, reply, make, entry);
+        self.named(parent, reply, move |files| files.make_directory(parent, &name), entry);
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -434,6 +464,10 @@ impl Filesystem for Requests {
         reply: ReplyEmpty,
     ) {
         let (ino, owner) = (inode(ino), lock_owner.0);
+        // As with most files: then nobody is asked.
+        if !self.files.locks.has(ino) {
+            return reply.ok();
+        }
         let unlock =
             move |files: &FileSystem| files.locks.unlock(ino, |other| other.owner == owner);
         self.named(ino, reply, unlock, done);
@@ -517,7 +551,7 @@ impl Filesystem for Requests {
         if let Some(known) = self.files.room.known() {
             return room(reply, known);
         }
-        self.answered(&self.monitors, Inode::ROOT, reply, |files| files.room.ask(), room);
+        self.answered(&self.room, Inode::ROOT, reply, |files| files.room.ask(), room);
     }
 
     /// The kernel then knows that files are always ready.
