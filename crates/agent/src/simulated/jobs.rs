@@ -151,7 +151,8 @@ impl Inside {
             self.agent.publish(vm);
             return Ok(None);
         }
-        self.numbered(vm, Work::Job(task), self.work)
+        let of_kind = self.work_of.filter(|(kind, _)| *kind == job.kind());
+        self.numbered(vm, Work::Job(task), of_kind.map_or(self.work, |(_, work)| work))
     }
 
     /// A disk for cloud-init that is not made, and whose documents cannot be opened; and why.

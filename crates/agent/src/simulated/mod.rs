@@ -50,8 +50,8 @@ use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::version::{CONTRACT, FEATURES};
 use vmseal_api::host::{
     Accelerator, AcceleratorKind, ContractRange, DiskFacts, DiskSpec, DiskState, HostDescription,
-    KeyReference, NicSpec, NicState, Notice, NoticeCode, Power, StopReason, Stopped, VmSpec,
-    VmState,
+    JobKind, KeyReference, NicSpec, NicState, Notice, NoticeCode, Power, StopReason, Stopped,
+    VmSpec, VmState,
 };
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, Incarnation, SnapshotId, TaskId, VmId};
 use vmseal_api::nic::NicBackend;
@@ -334,6 +334,8 @@ struct Inside {
     persisted: Persisted,
     faults: Faults,
     work: Duration,
+    /// How long jobs of one kind take, where a test sets that.
+    work_of: Option<(JobKind, Duration)>,
     heeds_shutdown: bool,
     reachable: bool,
     full: bool,
@@ -401,6 +403,7 @@ impl SimulatedHost {
             persisted: Persisted::default(),
             faults: Faults::default(),
             work: WORK,
+            work_of: None,
             heeds_shutdown: true,
             reachable: true,
             full: false,
@@ -493,7 +496,13 @@ impl SimulatedHost {
 
     /// Sets how long making a disk, starting and shutting down take.
     pub fn set_work(&self, work: Duration) {
-        self.inside().work = work;
+        let mut inside = self.inside();
+        (inside.work, inside.work_of) = (work, None);
+    }
+
+    /// Sets how long jobs of one kind take that are put from now on, until [`Self::set_work`].
+    pub fn set_work_of(&self, kind: JobKind, work: Duration) {
+        self.inside().work_of = Some((kind, work));
     }
 
     /// Sets whether guests obey the power button.

@@ -81,7 +81,7 @@ pub struct Task {
 pub struct Waiting {
     /// What kind of thing.
     pub on: WaitingOn,
-    /// Which, by name: a host, a provider; a time for `time`.
+    /// Which, by name: a host, a provider; a time for `time`, an id for `task`.
     pub name: String,
     /// What was answered last, where something was; and what can be done if nothing is ever answered, where that is not plain.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -99,6 +99,7 @@ impl std::fmt::Display for Waiting {
                 "waiting for the passphrase of key provider '{name}' (vmseal provider unlock {name})"
             ),
             WaitingOn::Time => write!(f, "waiting until {name}"),
+            WaitingOn::Task => write!(f, "waiting for task {name} (vmseal task show {name})"),
         }
     }
 }
@@ -134,6 +135,8 @@ pub enum WaitingOn {
     Passphrase,
     /// The time before which it does not begin.
     Time,
+    /// Another task of its VM.
+    Task,
 }
 
 /// How a task stands.

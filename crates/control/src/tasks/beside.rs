@@ -3,7 +3,7 @@
 //! | the task beside | what is done |
 //! |---|---|
 //! | is refused by the host as the VM is starting or stopping | it waits for that, and does its step again ([`outlast`]) |
-//! | is at a step in which the host has the VM otherwise than the inventory | no start registers the VM meanwhile, or goes on ([`turn`]) |
+//! | is at a step in which the host has the VM otherwise than the inventory | no start registers the VM meanwhile, or goes on ([`redefining`], [`keep_starts_away`]) |
 //! | copies what the VM's TPM keeps | it is not started: swtpm would have that ([`require_no_tpm_copied`]) |
 //!
 //! [`Operation::leaves_power`]: crate::operation::Operation::leaves_power
@@ -13,18 +13,20 @@ use std::time::Duration;
 use sqlx::SqliteConnection;
 use tokio::sync::OwnedMutexGuard;
 use vmseal_api::host::{DiskRole, HostState, Power};
-use vmseal_api::id::VmId;
+use vmseal_api::id::{TaskId, VmId};
+use vmseal_api::model::{Waiting, WaitingOn};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, state_of};
-use super::step::Step;
+use super::step::{Redefines, Step};
 use super::{mirror_vm, steps};
 use crate::locks::Locks;
 use crate::operation::{Operation, PowerChange};
-use crate::store::{disks, tasks};
+use crate::store::tasks::{self, Task};
+use crate::store::{Store, StoreError, disks};
 
 /// How often a start looks again whether its turn has come: it is told of changes, and one may be missed.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Refuses to start a VM while a task copies, or may copy, what its TPM keeps. A task that has found the guest running leaves that
 /// where it is.
@@ -58,49 +60,77 @@ pub(super) async fn require_no_tpm_copied(
     Err(problem)
 }
 
-/// Has a start, and a step of another task in which the host has the VM otherwise than the inventory, wait for each other: what is held
-/// until the step is done, or has failed.
+/// Whether a step of a task, done or undone, starts the VM. To undo a start is to cut the power.
+pub(super) fn starts(operation: &Operation, undone: bool) -> bool {
+    operation.power_change() == Some(PowerChange::Start) && !undone
+}
+
+/// The task that has the VM, if it is at a step in which the host has the VM otherwise than the inventory: a start (of this id) waits for that.
+/// The step on record says so: the host may also have done it in an earlier run of the server.
+pub(super) async fn redefining(
+    store: &Store,
+    vm: VmId,
+    start: TaskId,
+) -> Result<Option<Task>, StoreError> {
+    let mut read = store.read().await?;
+    let holding = tasks::holding(&mut read, vm).await?;
+    let Some(task) = holding.filter(|task| task.id != start) else { return Ok(None) };
+    let at = steps::of(&task.operation).iter().find(|step| step.name() == task.step);
+    let Some(step) = at else { return Ok(None) };
+    Ok(redefines(&mut read, vm, step.redefines()).await?.then_some(task))
+}
+
+async fn redefines(
+    from: &mut SqliteConnection,
+    vm: VmId,
+    step: Redefines,
+) -> Result<bool, StoreError> {
+    Ok(match step {
+        Redefines::Never => false,
+        Redefines::Always => true,
+        // No further one can come while the step's task has the VM.
+        Redefines::AfterUnknownCopy => {
+            let unknown = tasks::unknown_of_vm(from, vm).await?;
+            unknown.iter().any(|task| task.operation.mirrors_disks())
+        }
+    })
+}
+
+/// What a start waits for, as it shows it.
+pub(super) fn shown(redefining: &Task) -> Waiting {
+    let detail = format!(
+        "task {} ({}) is at the step '{}', in which the VM's host may use other images, or another key, than are on record: the VM is started afterwards",
+        redefining.id,
+        redefining.operation.kind(),
+        steps::title(redefining)
+    );
+    Waiting { on: WaitingOn::Task, name: redefining.id.to_string(), detail }
+}
+
+/// Has a step in which the host has the VM otherwise than the inventory wait for a step of a start that is being done: what is held until the
+/// step is done, or has failed. It is on record already that the task is at this step, so no other step of a start begins.
 ///
 /// # Errors
 /// The task is cancelled; or the inventory's.
-pub(super) async fn turn(
+pub(super) async fn keep_starts_away(
     definitions: &Locks<VmId>,
     run: &Run<'_>,
     step: &dyn Step,
-    undone: bool,
 ) -> Result<Option<OwnedMutexGuard<()>>, StepError> {
-    // To undo a start is to cut the power.
-    let starts = run.task.operation.power_change() == Some(PowerChange::Start) && !undone;
-    if !starts && !step.redefines() {
+    let step = step.redefines();
+    // Without the inventory for most steps.
+    if step == Redefines::Never
+        || !redefines(&mut *run.store().read().await?, run.vm_id, step).await?
+    {
         return Ok(None);
     }
-    let mut changes = run.store().changes();
     loop {
         run.check_cancelled()?;
-        changes.mark_unchanged();
-        let turn = tokio::select! {
-            turn = definitions.lock(run.vm_id) => turn,
-            () = cancelled(run) => continue,
-        };
-        // Also of an earlier run of the server: the host may have done it.
-        if !starts || !is_redefined(run).await? {
-            return Ok(Some(turn));
-        }
-        drop(turn);
         tokio::select! {
-            Ok(()) = changes.changed() => {}
+            turn = definitions.lock(run.vm_id) => return Ok(Some(turn)),
             () = cancelled(run) => {}
-            () = tokio::time::sleep(LOOK_AGAIN) => {}
         }
     }
-}
-
-/// Whether the task that has the VM is at a step in which the host has the VM otherwise than the inventory.
-async fn is_redefined(run: &Run<'_>) -> Result<bool, StepError> {
-    let holding = tasks::holding(&mut *run.store().read().await?, run.vm_id).await?;
-    let Some(task) = holding.filter(|task| task.id != run.task.id) else { return Ok(false) };
-    let mut at = steps::of(&task.operation).iter().filter(|step| step.name() == task.step);
-    Ok(at.any(|step| step.redefines()))
 }
 
 async fn cancelled(run: &Run<'_>) {
@@ -111,9 +141,25 @@ async fn cancelled(run: &Run<'_>) {
     }
 }
 
+/// Whether another task has the power of the VM alone, which this one leaves to others.
+pub(super) async fn is_beside(run: &Run<'_>) -> bool {
+    let Some((vm, _)) = run.task.operation.leaves_power() else { return false };
+    let found = async {
+        let mut read = run.store().read().await?;
+        tasks::beside(&mut read, vm).await
+    };
+    matches!(found.await, Ok(Some(_)))
+}
+
 /// Waits until a VM whose power others may change is neither starting nor stopping, after a step has failed with this error. Returns whether
-/// the step may succeed now. `tried` says whether it was done again because another task only has the VM's power.
-pub(super) async fn outlast(run: &Run<'_>, error: &StepError, tried: &mut bool) -> bool {
+/// the step may succeed now. `was_beside` says whether another task had the power when the step was begun; `tried`, whether it was done again
+/// for that reason alone.
+pub(super) async fn outlast(
+    run: &Run<'_>,
+    error: &StepError,
+    was_beside: bool,
+    tried: &mut bool,
+) -> bool {
     let Some((vm, _)) = run.task.operation.leaves_power() else { return false };
     let (StepError::Again(problem) | StepError::Final(problem)) = error else { return false };
     // What hosts refuse such a VM with.
@@ -127,12 +173,8 @@ pub(super) async fn outlast(run: &Run<'_>, error: &StepError, tried: &mut bool) 
         Err(_) => return run.check_cancelled().is_err(),
         Ok(false) => {}
     }
-    // It may have been so when the host refused.
-    let is_beside = async {
-        let mut read = run.store().read().await?;
-        tasks::beside(&mut read, vm).await
-    };
-    matches!(is_beside.await, Ok(Some(_))) && !std::mem::replace(tried, true)
+    // It may have been so when the host refused, also where the other task has ended since.
+    (was_beside || is_beside(run).await) && !std::mem::replace(tried, true)
 }
 
 /// Waits until the VM is neither starting nor stopping, both of which end by themselves. Returns whether it was.

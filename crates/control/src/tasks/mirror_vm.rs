@@ -45,7 +45,7 @@ use self::copying::{copy, may_go_on};
 use self::former::{drop_sources, not_paused, remove_sources};
 use super::run::{Run, StepError, internal, register, state_of};
 use super::start_vm::locked;
-use super::step::{Limit, Output, Step, WaitPolicy};
+use super::step::{Limit, Output, Redefines, Step, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::operation::Operation;
 use crate::store::disks::{self, Disk};
@@ -137,9 +137,18 @@ impl Step for MirrorVmStep {
         matches!(self, Self::Switch)
     }
 
-    fn redefines(&self) -> bool {
-        // The host uses copies, also those of an earlier task, or has no key any more, before that is on record.
-        matches!(self, Self::Clear | Self::Switch | Self::ForgetKey)
+    fn redefines(&self) -> Redefines {
+        match self {
+            Self::Clear => Redefines::AfterUnknownCopy,
+            // The host uses copies, or has no key any more, before that is on record.
+            Self::Switch | Self::ForgetKey => Redefines::Always,
+            Self::Check
+            | Self::MakeKey
+            | Self::Prepare
+            | Self::Copy
+            | Self::DropSource
+            | Self::DestroyKey => Redefines::Never,
+        }
     }
 
     fn wait_policy(&self) -> WaitPolicy {

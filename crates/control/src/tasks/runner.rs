@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use jiff::Timestamp;
-use tokio::sync::{OwnedSemaphorePermit, watch};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit, watch};
 use vmseal_api::model::{TaskState, Waiting, WaitingOn};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -231,6 +231,11 @@ impl Runner<'_> {
         let (mut tries, mut furthest, mut sent) = (0, 0, self.resumed);
         let mut tried_beside = false;
         loop {
+            // While a start waits for another task, it has no permit that others could use.
+            let turn = match beside::starts(&self.task.operation, cause.is_some()) {
+                true => self.take_turn(&requests).await,
+                false => None,
+            };
             let share = self.take_share(step, &requests).await;
             let task = self.task.clone();
             let (requests, sent_now) = (requests.clone(), AtomicBool::new(false));
@@ -238,14 +243,15 @@ impl Runner<'_> {
                 (self.paces.clone(), self.heard.clone(), &*live, sent_now);
             let run =
                 Run { context, task: &task, vm_id, requests, paces, heard, live, sent: sent_to };
+            let was_beside = beside::is_beside(&run).await;
             let outcome = self.try_once(&run, step, cause).await?;
             sent |= run.sent.load(Ordering::Relaxed);
-            drop(share);
+            drop((turn, share));
             let error = match outcome {
                 Ok(output) => return Ok(Ok(output)),
                 Err(error) => error,
             };
-            if beside::outlast(&run, &error, &mut tried_beside).await {
+            if beside::outlast(&run, &error, was_beside, &mut tried_beside).await {
                 tracing::info!(task = %task.id, step = step.name(), problem = %error.as_problem(), "again, as the VM started or stopped");
                 continue;
             }
@@ -359,6 +365,47 @@ impl Runner<'_> {
         self.environment.save(&self.task, None).await;
     }
 
+    /// Has a start wait while another task is at a step in which the host has the VM otherwise than the inventory; it is shown as waiting for
+    /// that task. Returns what keeps such steps away until it is dropped; none if the task is cancelled, which the step checks.
+    async fn take_turn(
+        &mut self,
+        requests: &watch::Receiver<Requests>,
+    ) -> Option<OwnedMutexGuard<()>> {
+        let (environment, vm) = (self.environment, self.vm_id);
+        let mut requests = requests.clone();
+        let mut changes = environment.context.store.changes();
+        while !requests.borrow().cancelled {
+            changes.mark_unchanged();
+            // Before the look: a step whose task comes to it afterwards waits for this lock.
+            let turn = environment.definitions.try_lock(vm);
+            match beside::redefining(&environment.context.store, vm, self.task.id).await {
+                Ok(None) if turn.is_some() => {
+                    let waited = self.task.waiting.as_ref();
+                    if waited.is_some_and(|waiting| waiting.on == WaitingOn::Task) {
+                        self.note_running().await;
+                    }
+                    return turn;
+                }
+                // The step is just over, which its task has not recorded yet.
+                Ok(None) => {}
+                Ok(Some(other)) => {
+                    drop(turn);
+                    self.note_waiting(beside::shown(&other)).await;
+                }
+                Err(error) => {
+                    drop(turn);
+                    tracing::error!(task = %self.task.id, %error, "the inventory fails: waiting");
+                }
+            }
+            tokio::select! {
+                Ok(()) = changes.changed() => {}
+                Ok(()) = requests.changed() => {}
+                () = tokio::time::sleep(beside::LOOK_AGAIN) => {}
+            }
+        }
+        None
+    }
+
     /// Waits for a permit if the step's concurrency is limited; then the step runs.
     async fn take_share(
         &mut self,
@@ -429,8 +476,8 @@ impl Runner<'_> {
             return Ok(Err(cancelled));
         }
         let definitions = &self.environment.definitions;
-        let _turn = match beside::turn(definitions, run, step, cause.is_some()).await {
-            Ok(turn) => turn,
+        let _alone = match beside::keep_starts_away(definitions, run, step).await {
+            Ok(alone) => alone,
             Err(error) => return Ok(Err(error)),
         };
         #[cfg(test)]

@@ -55,6 +55,15 @@ pub(crate) enum Limit {
     Provider,
 }
 
+/// Whether a step's host has the VM otherwise than the inventory meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Redefines {
+    Never,
+    /// It may have the copies used of an earlier task of the VM that could be neither finished nor undone, where there is one.
+    AfterUnknownCopy,
+    Always,
+}
+
 /// The host whose answer a step waits for, where that is not the VM's.
 #[derive(Clone, Debug)]
 pub(crate) struct Awaited {
@@ -107,8 +116,8 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
 
     /// Whether its host has the VM otherwise than the inventory while it is done or undone: what would register the VM as the inventory
     /// has it, and start it, waits meanwhile.
-    fn redefines(&self) -> bool {
-        false
+    fn redefines(&self) -> Redefines {
+        Redefines::Never
     }
 
     /// Whether it records every request for a change ([`Run::noted`]): only then is it known that no request has
