@@ -76,6 +76,8 @@ struct Job {
     read_bytes: Option<u64>,
     migration: Option<MigrationProgress>,
     former: Vec<FormerImage>,
+    /// Why the work on one of its disks failed, while that on the others goes on.
+    failure: Option<Problem>,
 }
 
 impl Job {
@@ -108,6 +110,16 @@ impl Job {
 
     fn unfinished(&self) -> Vec<DiskId> {
         self.parts.iter().filter(|part| !part.finished).map(|part| part.disk).collect()
+    }
+
+    /// Ends it when the work on its last disk has ended: as failed, if that on one of them was, else as `last`.
+    fn end_with(&mut self, last: JobState) {
+        if self.parts.iter().all(|part| part.finished) {
+            self.state = match self.failure.take() {
+                Some(problem) => JobState::Failed { problem },
+                None => last,
+            };
+        }
     }
 
     fn status(&self, task: TaskId) -> JobStatus {
@@ -164,7 +176,7 @@ impl Jobs {
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
         let (proof, backup, read_bytes, migration) = (None, None, None, None);
-        let (pace, former) = (CopyPace::default(), Vec::new());
+        let (pace, former, failure) = (CopyPace::default(), Vec::new(), None);
         let job = Job {
             spec,
             state,
@@ -177,6 +189,7 @@ impl Jobs {
             read_bytes,
             migration,
             former,
+            failure,
         };
         self.0.insert(task, job);
     }
@@ -267,9 +280,7 @@ impl Jobs {
             part.finished = true;
             part.done = part.total;
         }
-        if job.parts.iter().all(|part| part.finished) {
-            job.state = last;
-        }
+        job.end_with(last);
     }
 
     /// Records that a disk is made.
@@ -296,6 +307,19 @@ impl Jobs {
         let Some(job) = self.at_work(disk) else { return Vec::new() };
         job.state = JobState::Failed { problem };
         job.unfinished().into_iter().filter(|other| *other != disk).collect()
+    }
+
+    /// Records that the former image of a disk could not be removed. Those of the other disks are removed nevertheless; then the job fails. A
+    /// missing key goes before other problems: the server gives it, and begins again.
+    pub fn not_removed(&mut self, disk: DiskId, problem: Problem) {
+        let Some(job) = self.at_work(disk) else { return };
+        if job.failure.is_none() || problem.code == ErrorCode::Locked {
+            job.failure = Some(problem);
+        }
+        for part in job.parts.iter_mut().filter(|part| part.disk == disk) {
+            part.finished = true;
+        }
+        job.end_with(JobState::Done);
     }
 
     /// Records that a job is committed.
@@ -628,6 +652,29 @@ mod tests {
         }
         assert_eq!(jobs.same(task, &first).unwrap(), Some(&JobState::Done));
         assert_eq!(jobs.same(task, &second).unwrap(), None);
+    }
+
+    #[test]
+    fn a_former_image_that_stays_keeps_no_other_one() {
+        let (task, mut jobs) = (TaskId::new(), Jobs::default());
+        let disks = [DiskId::new(), DiskId::new(), DiskId::new()];
+        let damaged = Problem::new(ErrorCode::Damaged, "does not open");
+        let locked = Problem::new(ErrorCode::Locked, "no key");
+        for (last, told) in [(None, &damaged), (Some(&locked), &locked)] {
+            jobs.begin(task, JobSpec::DropSources(DropSourcesJob { disks: disks.to_vec() }));
+            jobs.not_removed(disks[0], damaged.clone());
+            assert_eq!(jobs.status(task).unwrap().state, JobState::Waiting, "others are stopped");
+            jobs.removed(disks[1], None);
+            match last {
+                None => jobs.removed(disks[2], None),
+                Some(problem) => jobs.not_removed(disks[2], problem.clone()),
+            }
+            let failed = JobState::Failed { problem: told.clone() };
+            assert_eq!(jobs.status(task).unwrap().state, failed);
+        }
+        jobs.begin(task, JobSpec::DropSources(DropSourcesJob { disks: disks.to_vec() }));
+        disks.iter().for_each(|disk| jobs.removed(*disk, None));
+        assert_eq!(jobs.status(task).unwrap().state, JobState::Done, "what failed before is told");
     }
 
     #[test]

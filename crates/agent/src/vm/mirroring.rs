@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -406,8 +407,8 @@ pub struct FormerSource {
     pub disk: DiskSpec,
     /// The VM's KEK, where it is here.
     pub kek: Option<SecretBytes>,
-    /// Whether the guest runs, to which the storage is left in turns.
-    pub guest_runs: bool,
+    /// Whether the guest runs, to which the storage is left in turns; it may start and go off meanwhile.
+    pub guest_runs: Arc<AtomicBool>,
 }
 
 /// Removes the former image of a disk, at the pace of `gate`. Returns what has become of it; none where there is none. When this returns,
@@ -443,7 +444,7 @@ async fn remove_when_free(
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let FormerSource { spec, disk, kek, guest_runs } = &*of;
-            let speed = Speed { gate: &at, guest_runs: *guest_runs };
+            let speed = Speed { gate: &at, guest_runs };
             // One that was converted in its file gets its name.
             let former = in_place::settle(spec, disk).and_then(|()| {
                 source::remove(spec, disk, kek.as_ref(), &mut removed, progress, speed)

@@ -39,6 +39,7 @@ mod wakeup;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -152,6 +153,8 @@ pub struct Owner {
     /// The snapshot for which the memory is being saved.
     keeping: Option<memory_snapshots::Keeping>,
     panics: panics::Known,
+    /// Whether a guest runs, for work beside it that rests then.
+    guest_runs: Arc<AtomicBool>,
 }
 
 impl Owner {
@@ -184,6 +187,7 @@ impl Owner {
             }
             _ => Vec::new(),
         };
+        let guest_runs = Arc::new(AtomicBool::new(matches!(state, State::Running(_))));
         let (tell_other_key, other_key) = watch::channel(None);
         Self {
             shared,
@@ -218,6 +222,7 @@ impl Owner {
             rate_at_rest: None,
             keeping: None,
             panics: panics::Known::default(),
+            guest_runs,
         }
     }
 
@@ -590,6 +595,7 @@ impl Owner {
         tracing::info!(%vm, ?reason, detail, "the VM is off");
         metrics::vm_ended(reason);
         self.state = State::Off;
+        self.guest_runs.store(false, Ordering::Relaxed);
         if reason != StopReason::Migrated {
             self.keep_bitmaps().await;
         }
@@ -641,6 +647,7 @@ impl Owner {
                 self.header_notices = notices;
                 self.nics_before.clone_from(&running.live.nics);
                 self.state = State::Running(Box::new(running));
+                self.guest_runs.store(true, Ordering::Relaxed);
                 self.serves_sizes = true;
                 self.go_on_thawing();
                 self.go_on_copying().await;

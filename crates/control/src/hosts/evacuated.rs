@@ -6,16 +6,16 @@
 //! | is on its way to or from another one | its processes end, and it is unregistered |
 //! | runs, or is anything else but off | its power is cut: its guest goes on elsewhere. What an evacuated one still writes the cluster has refused since |
 //! | is off, or suspended | it is unregistered |
-//! | has images that the inventory has elsewhere | these are removed before: they are copies, or former images |
+//! | was given up as the destination of a migration, and has copies for that | these are removed before ([`super::copies`]) |
 //! | is not known any more | its row is removed |
 //!
 //! This holds for VMs that the inventory says were taken from the host, and for no others.
 
 use vmseal_api::host::{HostAgent, JobSpec, Power, PowerOff, SendJob, VmState};
-use vmseal_api::id::{HostId, TaskId, VmId};
+use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{is_silence, left};
+use super::{copies, is_silence, left};
 use crate::locks::Locks;
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
@@ -40,8 +40,9 @@ pub(super) async fn end(
         return Ok(());
     }
     let disks = disks::of_vm(&mut read, seen.vm).await?;
+    let copied = copies::of_given_up(&mut read, &disks, (host, seen)).await?;
     drop(read);
-    match forget_at(agent, &disks, seen).await {
+    match forget_at(agent, (&disks, &copied), seen).await {
         Err(problem) if is_silence(&problem) => return Err(problem),
         Err(problem) => {
             tracing::warn!(vm = %seen.vm, host = name, %problem, "what is left of a VM that was evacuated stays");
@@ -52,7 +53,11 @@ pub(super) async fn end(
     Ok(forgotten(store, (name, host), seen.vm).await?)
 }
 
-async fn forget_at(agent: &dyn HostAgent, disks: &[Disk], seen: &VmState) -> Result<(), Problem> {
+async fn forget_at(
+    agent: &dyn HostAgent,
+    (disks, copied): (&[Disk], &[DiskId]),
+    seen: &VmState,
+) -> Result<(), Problem> {
     let known = |answer: Result<(), Problem>| match answer {
         Err(problem) if problem.code == ErrorCode::NotFound => Ok(()),
         other => other,
@@ -71,7 +76,7 @@ async fn forget_at(agent: &dyn HostAgent, disks: &[Disk], seen: &VmState) -> Res
         }
         _ => known(agent.power_off(seen.vm, PowerOff::Force).await)?,
     }
-    known(left::forget(agent, seen.vm, &left::copied(disks, seen)).await)
+    known(left::forget(agent, seen.vm, copied).await)
 }
 
 /// A host that answers has nothing of these VMs.

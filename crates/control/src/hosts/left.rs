@@ -5,7 +5,7 @@
 //! | elsewhere | off, or suspended | it is unregistered |
 //! | elsewhere, to where its disks were sent | off | the job that sent them ends, the disks are removed, and it is unregistered |
 //! | elsewhere | handed over, or received and not run | its processes end, and it is unregistered |
-//! | elsewhere, with copies of disks | the same | the former images of these disks are removed before |
+//! | elsewhere, and a migration has left copies or former images here | the same | these are removed before ([`super::copies`]) |
 //! | at another control plane: it is being deleted here | as elsewhere | as elsewhere |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
 //! | here, and a task could not learn whether it runs elsewhere | handed over | nothing, until an operator has resolved that task |
@@ -16,10 +16,9 @@ use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::Problem;
 
-use super::{is_silence, registration};
+use super::{copies, is_silence, registration};
 use crate::locks::Locks;
 use crate::operation::{Operation, SWITCH};
-use crate::store::disks::Disk;
 use crate::store::{Store, StoreError, disks, tasks, vms};
 use crate::task_alarms;
 
@@ -51,8 +50,8 @@ pub(super) async fn deal_with(
         return Ok(());
     }
     let disks = disks::of_vm(&mut read, seen.vm).await?;
+    let copied = copies::of_migrations(&mut read, &disks, (host, seen)).await?;
     drop(read);
-    let copied = copied(&disks, seen);
     let disks = disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
     let known = registration::read(store, seen.vm).await?;
     // One that is handed over and being deleted runs at another control plane.
@@ -118,7 +117,7 @@ async fn is_undecided(
     Ok(false)
 }
 
-/// Has a host forget a VM that is elsewhere, and remove the images of disks that were copied.
+/// Has a host forget a VM that is elsewhere, and remove the images that a migration has left there.
 pub(super) async fn forget(
     agent: &dyn HostAgent,
     vm: VmId,
@@ -134,13 +133,4 @@ pub(super) async fn forget(
         }
     }
     agent.unregister_vm(vm).await
-}
-
-/// The disks of which the host says that they are on another datastore than the inventory: those are former images.
-pub(super) fn copied(disks: &[Disk], seen: &VmState) -> Vec<DiskId> {
-    let is_former = |disk: &&Disk| {
-        let there = seen.disks.iter().find(|there| there.disk == disk.id);
-        there.is_some_and(|it| it.datastore.is_some_and(|it| it != disk.datastore.datastore))
-    };
-    disks.iter().filter(is_former).map(|disk| disk.id).collect()
 }

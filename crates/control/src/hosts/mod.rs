@@ -4,6 +4,7 @@ pub mod alarms;
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
+mod copies;
 mod datastores;
 mod earlier_agents;
 mod evacuated;

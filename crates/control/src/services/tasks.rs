@@ -84,7 +84,7 @@ async fn give_up(
             format!("end it on host '{name}' if that ever answers again"),
         ];
         let warning = format!(
-            "host '{name}' must be off, and stay off: where VM '{vm}' runs there, it runs on two hosts, and what it has done there is lost"
+            "host '{name}' must be off, and stay off: where VM '{vm}' runs there, it runs on two hosts, and what it has done there is lost. A TPM whose disk is on a datastore that both hosts have may have gone on there, too"
         );
         let (kind, target) = ("task.cancel".to_owned(), task.target.clone());
         let warnings = vec![warning];

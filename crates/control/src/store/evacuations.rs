@@ -4,7 +4,7 @@
 use sqlx::SqliteConnection;
 use vmseal_api::id::{HostId, VmId};
 
-use super::{StoreError, parse};
+use super::{StoreError, parse, unsigned};
 
 /// Records that a host is to end and forget a VM. `generation` is that of the placement which took it away, or which it was to have had there.
 pub async fn insert(
@@ -31,6 +31,21 @@ pub async fn of_host(from: &mut SqliteConnection, host: HostId) -> Result<Vec<Vm
             .fetch_all(from)
             .await?;
     vms.iter().map(|vm| parse(vm, "a VM's id")).collect()
+}
+
+/// The generation of the placement for which a host is to end and forget a VM; none where it is not to.
+pub async fn generation(
+    from: &mut SqliteConnection,
+    vm: VmId,
+    host: HostId,
+) -> Result<Option<u64>, StoreError> {
+    let of: Option<i64> =
+        sqlx::query_scalar("SELECT generation FROM evacuations WHERE host_id = $1 AND vm_id = $2")
+            .bind(host.to_string())
+            .bind(vm.to_string())
+            .fetch_optional(from)
+            .await?;
+    of.map(|of| unsigned(of, "the generation of a placement")).transpose()
 }
 
 /// Whether there is a host that is to end and forget a VM, and has not said since that it has nothing of it.

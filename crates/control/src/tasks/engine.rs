@@ -239,10 +239,12 @@ impl Engine {
     /// ([`super::migrate_vm`]).
     ///
     /// # Errors
-    /// `not-found`; `wrong-state` for a task that does not wait for such an answer, and while the other host answers.
+    /// `not-found`; `wrong-state` for a task that does not wait for such an answer, and where the other host knows the VM; those of a host
+    /// that has just fallen silent.
     pub async fn give_up(&self, id: &str, actor: &str) -> Result<Task, Problem> {
+        self.check_give_up(id).await?;
         let mut write = self.environment.context.store.write().await?;
-        let (task, host) = self.note_given_up(&mut write, id).await?;
+        let (task, host) = Self::note_given_up(&mut write, id).await?;
         let detail = format!(
             "{} as task {}, by force: host '{}' is given up",
             task.operation.kind(),
@@ -262,14 +264,29 @@ impl Engine {
     /// Those of [`Engine::give_up`].
     pub async fn check_give_up(&self, id: &str) -> Result<(Task, Host), Problem> {
         // The transaction is not committed.
-        self.note_given_up(&mut self.environment.context.store.write().await?, id).await
+        let mut write = self.environment.context.store.write().await?;
+        let (task, host) = Self::note_given_up(&mut write, id).await?;
+        drop(write);
+        self.require_undecided(&task, &host).await?;
+        Ok((task, host))
     }
 
-    async fn note_given_up(
-        &self,
-        write: &mut Write<'_>,
-        id: &str,
-    ) -> Result<(Task, Host), Problem> {
+    /// Refuses to give up a host that answers and has the VM: it decides. One that has rebooted, and cannot look at the datastore of its
+    /// copies, does not have the VM.
+    async fn require_undecided(&self, task: &Task, host: &Host) -> Result<(), Problem> {
+        let Ok(agent) = self.environment.context.hosts.connected(host.id) else { return Ok(()) };
+        let state = agent.state_now().await?;
+        if state.vms.iter().all(|seen| Some(seen.vm) != task.operation.vm()) {
+            return Ok(());
+        }
+        let what = format!(
+            "host '{}' answers, and knows whether the guest runs there: cancel the task without --force",
+            host.name
+        );
+        Err(Problem::new(ErrorCode::WrongState, what))
+    }
+
+    async fn note_given_up(write: &mut Write<'_>, id: &str) -> Result<(Task, Host), Problem> {
         let found = tasks::get(write, id).await?;
         let mut task = found.ok_or_else(|| Problem::not_found("task", id))?;
         let refused = |why: String| Problem::new(ErrorCode::WrongState, why);
@@ -293,13 +310,6 @@ impl Engine {
         }
         let host = hosts::find(write, &to.to_string()).await?;
         let host = host.ok_or_else(|| Problem::not_found("host", to))?;
-        if self.environment.context.hosts.connected(to).is_ok() {
-            let what = format!(
-                "host '{}' answers, and knows whether the guest runs there: cancel the task without --force",
-                host.name
-            );
-            return Err(refused(what));
-        }
         // One that is being undone is cancelled already, or has failed.
         tasks::cancel(write, task.id).await?;
         tasks::set_operation(write, &task).await?;

@@ -53,8 +53,9 @@ use crate::hosts::{self};
 use crate::operation::{Operation, SWITCH};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
+use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
-use crate::store::{datastores, hosts as store_hosts, placements};
+use crate::store::{datastores, evacuations, hosts as store_hosts, placements};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,6 +180,23 @@ impl Step for MigrateVmStep {
             Self::Check | Self::Finish => Ok(()),
         }
     }
+}
+
+/// The generation of the placement that a migration makes, or was to make, and the images on one of its hosts that are none of the VM when it
+/// goes on at the other one: the copies at the destination, the former images at the source. None of a task that has not begun, or of
+/// another one.
+pub(crate) fn images_at(task: &Task, host: HostId) -> Option<(u64, Vec<ArrivingCopy>)> {
+    let Operation::MigrateVm { from, to, .. } = &task.operation else { return None };
+    let output = task.outputs.get(MigrateVmStep::Check.name())?;
+    let checked: Checked = serde_json::from_value(output.clone()).ok()?;
+    let images = if host == *to {
+        checked.copies
+    } else if host == *from {
+        checked.former
+    } else {
+        return None;
+    };
+    Some((checked.generation, images))
 }
 
 /// The hosts of a task.
@@ -568,6 +586,12 @@ async fn record(
     let copied = made(run, ends, checked).await?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
+    if evacuations::generation(&mut write, run.vm_id, ends.to).await? == Some(checked.generation) {
+        return Err(wrong_state(format!(
+            "the other host was given up, and is to end VM '{}', which goes on at host '{}'",
+            vm.name, vm.host_name
+        )));
+    }
     for disk in &copied {
         set_image(&mut write, disk, true).await?;
     }

@@ -9,7 +9,7 @@ use vmseal_api::host::{DiskSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
 
-use super::{Mirror, beside, tpm};
+use super::{Mirror, beside, identity, tpm};
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
 use crate::storage::opening::{self, Open, data_offset};
@@ -78,16 +78,30 @@ fn open_layers(mirror: &Mirror) -> Result<(), Problem> {
 /// The problem of a copy that does not open.
 fn kept(mirror: &Mirror, disk: &DiskSpec, problem: Problem) -> Problem {
     let (Ok(source), Ok(target)) = (mirror.source(), mirror.target()) else { return problem };
-    // A sealed file is locked for another key, too.
     let code = match problem.code {
+        // A sealed file is locked for another key, too.
         ErrorCode::Locked => ErrorCode::KeyMismatch,
+        // What the storage does not read is as good as damaged: nobody is to call the VM whole.
+        ErrorCode::Internal => ErrorCode::Damaged,
         code => code,
     };
     let (name, cause) = (&disk.name, &problem.detail);
+    let (copy, former) = (target.image(mirror.disk), source.source(mirror.disk));
+    let copy = copy.display();
+    let does_not_open =
+        format!("as its copy, which the disk uses now, does not open: {cause}. The copy is {copy}");
+    let what = if matches!(identity(&former), Ok(None)) {
+        format!(
+            "what is left of the former image of disk '{name}' is kept, {does_not_open}. Keep that"
+        )
+    } else {
+        format!(
+            "the former image of disk '{name}' is kept, {does_not_open}; the former image is {}. Unless an earlier removal has overwritten a part of it, it is as the disk was when it changed to the copy. Keep both",
+            former.display()
+        )
+    };
     let detail = format!(
-        "the former image of disk '{name}' is kept, as its copy, which the disk uses now, does not open: {cause}. The copy is {}; the former image is {}, as the disk was when it changed to the copy. Keep both. A guest that runs has its data still, and may not start again: save that first",
-        target.image(mirror.disk).display(),
-        source.source(mirror.disk).display()
+        "{what}. A guest that runs has its data still, and may not start again: save that first"
     );
     Problem::new(code, detail)
 }

@@ -12,6 +12,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -56,8 +57,8 @@ const FLUSH_AFTER: u64 = 64 << 20;
 pub struct Speed<'a> {
     /// The pace that its task has; closed when it is cancelled.
     pub gate: &'a Gate,
-    /// Whether the VM's guest runs, with which the storage is shared.
-    pub guest_runs: bool,
+    /// Whether the VM's guest runs now, with which the storage is shared.
+    pub guest_runs: &'a AtomicBool,
 }
 
 impl Speed<'_> {
@@ -68,8 +69,15 @@ impl Speed<'_> {
 
     /// Leaves the storage to the guest after a piece that took so long.
     fn rest(self, took: Duration) {
-        if self.guest_runs {
-            std::thread::sleep(took.saturating_mul(REST).min(REST_MAX));
+        std::thread::sleep(self.rest_after(took));
+    }
+
+    /// How long that is.
+    pub(super) fn rest_after(self, took: Duration) -> Duration {
+        // It alone counts: nothing else is read by it.
+        match self.guest_runs.load(Ordering::Relaxed) {
+            true => took.saturating_mul(REST).min(REST_MAX),
+            false => Duration::ZERO,
         }
     }
 }

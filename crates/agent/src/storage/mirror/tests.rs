@@ -8,6 +8,7 @@ mod trees;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 
 use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
@@ -111,7 +112,8 @@ impl Bench {
         removed: &mut Removed,
         gate: &Gate,
     ) -> Result<Option<FormerImage>, Problem> {
-        let (kek, speed) = (Some(&self.kek), Speed { gate, guest_runs: true });
+        let guest_runs = AtomicBool::new(true);
+        let (kek, speed) = (Some(&self.kek), Speed { gate, guest_runs: &guest_runs });
         source::remove(&self.spec, self.disk(), kek, removed, |_, _| {}, speed)
     }
 

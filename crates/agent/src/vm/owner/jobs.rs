@@ -360,7 +360,7 @@ impl Owner {
             Report::Converted(Err(problem)) => self.give_up(disk, problem).await,
             Report::SourceRemoved(Ok(former)) => self.jobs.removed(disk, former),
             Report::Copied(Err(problem)) => self.copy_failed(disk, problem).await,
-            Report::SourceRemoved(Err(problem)) => self.give_up(disk, problem).await,
+            Report::SourceRemoved(Err(problem)) => self.jobs.not_removed(disk, problem),
             Report::Proved(Ok(report)) => self.jobs.proved(disk, report),
             Report::Proved(Err(problem)) => self.give_up(disk, problem).await,
             Report::Dumped(Ok(bytes)) => {

@@ -11,6 +11,7 @@
 //! A disk with a replica gets another one after that ([`super::mirror_replicas`]). The disk with the key of a TPM pivots before the others
 //! ([`super::mirror_tpm`]).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
@@ -525,10 +526,10 @@ impl Owner {
         spec: JobSpec,
     ) -> Result<(), Problem> {
         self.may_work(Action::DropSource, &spec)?;
-        let guest_runs = self.running().is_some();
         let disks = job.disks.iter().map(|disk| find_disk(&self.spec, *disk).cloned());
         let each = disks.collect::<Result<Vec<_>, _>>()?.into_iter().map(|disk| {
             let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
+            let guest_runs = Arc::clone(&self.guest_runs);
             Ok(FormerSource { spec, disk, kek, guest_runs })
         });
         let each = each.collect::<Result<Vec<_>, Problem>>()?;

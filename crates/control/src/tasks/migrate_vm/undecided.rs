@@ -12,7 +12,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::{Checked, Ends, agent_of, checked, ends, finish, record};
 use crate::operation::Operation;
 use crate::store::{evacuations, hosts, placements, tasks};
-use crate::tasks::run::{Run, StepError, wrong_state};
+use crate::tasks::run::{Run, StepError, state_of, wrong_state};
 use crate::tasks::step::Awaited;
 
 /// What the destination says of the guest.
@@ -27,6 +27,9 @@ enum Answer {
 /// Undoes [`super::switch`], which is possible only while the guest has not gone on at the destination. Otherwise it goes on to the end.
 pub(super) async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
     let (ends, checked) = (ends(run)?, checked(run)?);
+    if is_decided(run, &ends, &checked).await? {
+        return Ok(());
+    }
     let answer = match run.vm().await?.host == ends.to {
         // It has said so before.
         true => Answer::Runs,
@@ -54,9 +57,24 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Answer {
     match destination.cancel_job(run.vm_id, run.task.id, job).await {
         Ok(()) => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::NotFound => Answer::DoesNotRun,
-        Err(problem) if problem.code == ErrorCode::WrongState => Answer::Runs,
+        Err(problem) if problem.code == ErrorCode::WrongState => {
+            // So does one that has rebooted say, and cannot look at the datastore of its copies.
+            match run.host_state(ends.to, None).await {
+                Ok(state) if state_of(&state, run.vm_id).is_some() => Answer::Runs,
+                Ok(_) => Answer::Unknown(problem),
+                Err(silence) => Answer::Unknown(silence),
+            }
+        }
         Err(problem) => Answer::Unknown(problem),
     }
+}
+
+/// Whether [`give_up`] has been recorded, by a server that has ended since: the destination is not asked any more. It may say that the
+/// guest runs there, and its monitor ends that.
+async fn is_decided(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<bool, StepError> {
+    let mut read = run.store().read().await?;
+    let taken = evacuations::generation(&mut read, run.vm_id, ends.to).await?;
+    Ok(taken == Some(checked.generation))
 }
 
 /// Records that the guest runs at the destination, and has the source forget it. Returns why the task ends so.
@@ -85,9 +103,10 @@ async fn is_given_up(run: &Run<'_>) -> Result<bool, StepError> {
 async fn give_up(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
-    // The destination may have taken the lease of its copies. The next placement is later, so that a next migration there finds that these
-    // copies are none of its own.
-    placements::set_owner(&mut write, run.vm_id, ends.from, checked.generation).await?;
+    // The destination may have taken the lease of its copies, with the generation that was checked: this one is later, and so is the next,
+    // so that a next migration there finds that these copies are none of its own.
+    let later = checked.generation.saturating_add(1);
+    placements::set_owner(&mut write, run.vm_id, ends.from, later).await?;
     if hosts::find(&mut write, &ends.to.to_string()).await?.is_some() {
         evacuations::insert(&mut write, run.vm_id, ends.to, checked.generation).await?;
     }

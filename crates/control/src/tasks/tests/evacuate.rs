@@ -263,6 +263,39 @@ async fn a_host_that_answers_again_keeps_its_vms() {
     Was::Running.assert_undone(&fixture, vm, "it answers").await;
 }
 
+/// What it knows of the disks is old. They have been moved since, from a datastore that both hosts have: beside a former image may be
+/// the note of that, by which a deletion finds the image that is in use.
+#[tokio::test]
+async fn a_host_that_comes_back_deletes_no_disk_of_a_vm_that_was_evacuated() {
+    let fixture = Fixture::new().await;
+    let vm = Was::Off.placed(&fixture).await;
+    let there = fixture.agent_of(SILENT);
+    let recrypt = Operation::DeepRecryptVm { vm, in_place: false, disks: vec![] };
+    fixture.done(recrypt, "web").await;
+    let from = silent_host(&fixture).await.id;
+    let lists = async || {
+        let view = fixture.hosts.view(from);
+        view.vm(vm).is_some_and(|seen| !seen.disks.is_empty()).then_some(())
+    };
+    fixture.eventually("it says where the disks are", lists).await;
+    Was::Off.falls_silent(&fixture, vm).await;
+    fixture.done(Was::Off.operation(&fixture, vm).await, "web").await;
+    let (disks, to) = (fixture.disks(vm).await, second(&fixture).await);
+    let moved = Operation::MoveVm {
+        vm,
+        from: vec![disks[0].datastore.datastore],
+        disks: disks.iter().map(|disk| disk.id).collect(),
+        all: true,
+        to: to.spec_on(fixture.host).unwrap(),
+    };
+    fixture.done(moved, "web").await;
+    comes_back(&fixture).await;
+    let forgotten = async || (!there.registered().contains(&vm)).then_some(());
+    fixture.eventually("it has forgotten the VM", forgotten).await;
+    assert!(!there.calls().contains(&Call::DeleteDisk), "it was told to delete a disk");
+    fixture.assert_whole(vm, Power::Off, "evacuated and moved").await;
+}
+
 /// Only what was evacuated is ended: an inventory may be an older copy.
 #[tokio::test]
 async fn a_guest_that_the_inventory_has_elsewhere_for_another_reason_runs_on() {

@@ -1,5 +1,6 @@
 //! A former image is destroyed when its copy opens, and at the pace of its task.
 
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -66,7 +67,8 @@ fn a_header_that_is_damaged_after_the_switch_keeps_the_former_image() {
 fn a_former_image_is_kept_without_the_key_of_its_copy() {
     let mut bench = switched();
     let gate = Gate::new(CopyPace::default());
-    let speed = Speed { gate: &gate, guest_runs: false };
+    let guest_runs = AtomicBool::new(false);
+    let speed = Speed { gate: &gate, guest_runs: &guest_runs };
     let mut removed = Removed::default();
     let locked = source::remove(&bench.spec, bench.disk(), None, &mut removed, |_, _| {}, speed);
     assert_eq!(locked.unwrap_err().code, ErrorCode::Locked);
@@ -98,6 +100,8 @@ fn a_layer_that_is_lost_after_the_switch_keeps_the_former_image() {
     let away = path.with_extension("away");
     std::fs::rename(&path, &away).unwrap();
     let refused = bench.remove_source().unwrap_err();
+    // Nobody calls the VM whole then.
+    assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
     assert!(refused.detail.contains(&home.source(disk).display().to_string()), "{refused}");
     assert!(bench.has_its_source());
     std::fs::rename(&away, &path).unwrap();
@@ -121,6 +125,35 @@ fn a_copy_in_the_clear_that_is_cut_off_keeps_the_former_image() {
     bench.is_kept(ErrorCode::Damaged);
     image.set_len(disk.size).unwrap();
     assert_eq!(bench.fate(), FormerFate::Overwritten);
+}
+
+/// A removal that is begun again may find it gone.
+#[test]
+fn a_former_image_that_is_gone_is_not_named() {
+    let bench = switched();
+    let (home, disk) = (bench.home(), bench.disk().disk);
+    std::fs::remove_file(home.source(disk)).unwrap();
+    damage(&home.image(disk), vmseal_luks::DATA_OFFSET);
+    let refused = bench.remove_source().unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
+    assert!(refused.detail.contains(&home.image(disk).display().to_string()), "{refused}");
+    assert!(!refused.detail.contains(&home.source(disk).display().to_string()), "{refused}");
+    assert!(!refused.detail.contains("as the disk was"), "{refused}");
+}
+
+/// It may have been off when the removal began.
+#[test]
+fn a_removal_rests_from_when_the_guest_starts_until_it_goes_off() {
+    let gate = Gate::new(CopyPace::default());
+    let guest_runs = AtomicBool::new(false);
+    let speed = Speed { gate: &gate, guest_runs: &guest_runs };
+    let took = Duration::from_millis(20);
+    assert_eq!(speed.rest_after(took), Duration::ZERO);
+    guest_runs.store(true, Ordering::Relaxed);
+    assert_eq!(speed.rest_after(took), took);
+    assert_eq!(speed.rest_after(Duration::from_secs(60)), Duration::from_secs(1));
+    guest_runs.store(false, Ordering::Relaxed);
+    assert_eq!(speed.rest_after(took), Duration::ZERO);
 }
 
 #[test]

@@ -1,0 +1,92 @@
+//! The images on a host which a migration has left there, and which the VM does not use any more: copies for a destination that did not get
+//! it, or former images at its source.
+//!
+//! That a host says another datastore of a disk than the inventory is not enough to delete it there. A VM may have been evacuated from the
+//! host, or may have changed its host with the datastores that both have, and have been moved to another datastore since: what such a host
+//! knows is old, and beside it may be the note of that move, by which a deletion finds the image that is in use. So only what a
+//! migration has noted is deleted, and nothing where a move leads from one of the two datastores to the other.
+
+use sqlx::SqliteConnection;
+use vmseal_api::host::{ArrivingCopy, DiskState, VmState};
+use vmseal_api::id::{DatastoreId, DiskId, HostId};
+
+use crate::operation::Operation;
+use crate::store::disks::Disk;
+use crate::store::tasks::Task;
+use crate::store::{StoreError, evacuations, placements, tasks};
+use crate::tasks::migrate_vm::images_at;
+
+/// The copies of the migration whose destination this host was when it was given up; none where the VM was evacuated from it.
+pub(super) async fn of_given_up(
+    from: &mut SqliteConnection,
+    disks: &[Disk],
+    (host, seen): (HostId, &VmState),
+) -> Result<Vec<DiskId>, StoreError> {
+    let Some(taken) = evacuations::generation(&mut *from, seen.vm, host).await? else {
+        return Ok(Vec::new());
+    };
+    let tasks = tasks::moves_of_vm(from, seen.vm).await?;
+    let was_for = |task: &Task, generation: u64| {
+        let given_up = matches!(
+            task.operation,
+            Operation::MigrateVm { to, given_up: true, .. } if to == host
+        );
+        given_up && generation == taken
+    };
+    Ok(left_by(&tasks, disks, (host, seen), was_for))
+}
+
+/// The images of migrations after which the VM got no other host. Of earlier ones, and of those of an inventory that was restored, nothing is
+/// deleted: the host may have got the VM, with these images, once more.
+pub(super) async fn of_migrations(
+    from: &mut SqliteConnection,
+    disks: &[Disk],
+    (host, seen): (HostId, &VmState),
+) -> Result<Vec<DiskId>, StoreError> {
+    if placements::owner(&mut *from, seen.vm).await?.is_none() {
+        return Ok(Vec::new());
+    }
+    let now = placements::generation(&mut *from, seen.vm).await?;
+    let tasks = tasks::moves_of_vm(from, seen.vm).await?;
+    Ok(left_by(&tasks, disks, (host, seen), |_, generation| generation >= now))
+}
+
+/// The disks that the host has where one of these tasks has left an image; `counts` says whether a migration with this generation is
+/// one of those.
+fn left_by(
+    tasks: &[Task],
+    disks: &[Disk],
+    (host, seen): (HostId, &VmState),
+    counts: impl Fn(&Task, u64) -> bool,
+) -> Vec<DiskId> {
+    let mut left: Vec<ArrivingCopy> = Vec::new();
+    for task in tasks {
+        if let Some((generation, images)) = images_at(task, host)
+            && counts(task, generation)
+        {
+            left.extend(images);
+        }
+    }
+    let is_left = |disk: &&Disk| {
+        left.iter().filter(|image| image.disk == disk.id).any(|image| {
+            let (there, now) = (image.datastore.datastore, disk.datastore.datastore);
+            let is_there = |it: &&DiskState| it.disk == disk.id;
+            let said = seen.disks.iter().find(is_there).and_then(|it| it.datastore);
+            said == Some(there) && there != now && !may_lead(tasks, there, now)
+        })
+    };
+    disks.iter().filter(is_left).map(|disk| disk.id).collect()
+}
+
+/// Whether beside an image on one of two datastores there may be the note of a move from or to the other.
+fn may_lead(tasks: &[Task], one: DatastoreId, other: DatastoreId) -> bool {
+    tasks.iter().any(|task| match &task.operation {
+        Operation::MoveVm { from, to, .. } => {
+            (from.contains(&one) && to.datastore == other)
+                || (from.contains(&other) && to.datastore == one)
+        }
+        // Of another version: it may be one.
+        Operation::Unreadable { .. } => true,
+        _ => false,
+    })
+}
