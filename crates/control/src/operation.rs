@@ -2,6 +2,7 @@
 
 mod claim;
 mod copies;
+pub(crate) mod migration;
 mod power;
 
 use std::collections::BTreeMap;

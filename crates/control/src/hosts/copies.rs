@@ -11,10 +11,10 @@ use vmseal_api::host::{ArrivingCopy, DiskState, VmState};
 use vmseal_api::id::{DatastoreId, DiskId, HostId};
 
 use crate::operation::Operation;
+use crate::operation::migration::{CHECK, CheckedMigration};
 use crate::store::disks::Disk;
 use crate::store::tasks::Task;
 use crate::store::{StoreError, evacuations, placements, tasks};
-use crate::tasks::migrate_vm::images_at;
 
 /// The copies of the migration whose destination this host was when it was given up; none where the VM was evacuated from it.
 pub(super) async fn of_given_up(
@@ -76,6 +76,23 @@ fn left_by(
         })
     };
     disks.iter().filter(is_left).map(|disk| disk.id).collect()
+}
+
+/// The generation of the placement that a migration makes, or was to make, and the images on one of its hosts that are none of the VM when it
+/// goes on at the other one: the copies at the destination, the former images at the source. None of a task that has not begun, or of
+/// another one.
+fn images_at(task: &Task, host: HostId) -> Option<(u64, Vec<ArrivingCopy>)> {
+    let Operation::MigrateVm { from, to, .. } = &task.operation else { return None };
+    let output = task.outputs.get(CHECK)?;
+    let checked: CheckedMigration = serde_json::from_value(output.clone()).ok()?;
+    let images = if host == *to {
+        checked.copies
+    } else if host == *from {
+        checked.former
+    } else {
+        return None;
+    };
+    Some((checked.generation, images))
 }
 
 /// Whether beside an image on one of two datastores there may be the note of a move from or to the other.

@@ -384,7 +384,10 @@ pub(super) fn require_ready(vm: &vms::Vm) -> Result<(), Problem> {
 }
 
 /// Refuses while a task works on the VM: it may depend on what would change.
-pub(super) async fn require_free(write: &mut SqliteConnection, vm: &vms::Vm) -> Result<(), Problem> {
+pub(super) async fn require_free(
+    write: &mut SqliteConnection,
+    vm: &vms::Vm,
+) -> Result<(), Problem> {
     match tasks::holding(write, vm.id).await? {
         Some(task) => Err(tasks::in_the_way(&task, &vm.name)),
         None => Ok(()),

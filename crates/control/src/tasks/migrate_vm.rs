@@ -27,14 +27,13 @@ use async_trait::async_trait;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
 use vmseal_api::host::version::MIGRATE_SHARED_TPM;
 use vmseal_api::host::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskRole, DiskState, HostAgent,
     HostDescription, HostState, JobSpec, JobState, MIGRATION_KEY_LEN, MigrationSession, Power,
     ReceiveJob, SealedKey, SendJob, migration_info,
 };
-use vmseal_api::id::{DatastoreId, DiskId, HostId, MigrationId, VmId};
+use vmseal_api::id::{DatastoreId, HostId, MigrationId, VmId};
 use vmseal_api::migration::{DOWNTIME_DEFAULT, Migrated, MigrationPhase};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::pace::CopyPace;
@@ -50,10 +49,10 @@ use super::start_vm::locked;
 use super::step::{Awaited, Output, Step, WaitPolicy};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self};
+use crate::operation::migration::{CHECK, CheckedMigration};
 use crate::operation::{Operation, SWITCH};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
-use crate::store::tasks::Task;
 use crate::store::vms::{self, Vm};
 use crate::store::{datastores, evacuations, hosts as store_hosts, placements};
 
@@ -76,23 +75,7 @@ pub(crate) const STEPS: &[&dyn Step] = &[
 /// The connections of any migration: the control channel and the memory. Each disk that is copied has one more.
 const STREAMS: u16 = 2;
 
-/// What the steps after the first one need.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Checked {
-    disks: Vec<DiskId>,
-    generation: u64,
-    /// The disks that the destination gets copies of, and where.
-    #[serde(default)]
-    copies: Vec<ArrivingCopy>,
-    /// The same disks, and where they are at the source; earlier versions did not note it.
-    #[serde(default)]
-    former: Vec<ArrivingCopy>,
-    /// When the migration began; earlier versions did not note it.
-    #[serde(default)]
-    began: Option<Timestamp>,
-}
-
-impl Checked {
+impl CheckedMigration {
     fn sent(&self) -> SendJob {
         let copies = self.copies.iter().map(|copy| copy.disk).collect();
         SendJob { disks: self.disks.clone(), copies, begin: None }
@@ -116,7 +99,7 @@ impl Checked {
 impl Step for MigrateVmStep {
     fn name(&self) -> &'static str {
         match self {
-            Self::Check => "check",
+            Self::Check => CHECK,
             Self::Transfer => "transfer",
             Self::Switch => SWITCH,
             Self::Finish => "finish",
@@ -182,23 +165,6 @@ impl Step for MigrateVmStep {
     }
 }
 
-/// The generation of the placement that a migration makes, or was to make, and the images on one of its hosts that are none of the VM when it
-/// goes on at the other one: the copies at the destination, the former images at the source. None of a task that has not begun, or of
-/// another one.
-pub(crate) fn images_at(task: &Task, host: HostId) -> Option<(u64, Vec<ArrivingCopy>)> {
-    let Operation::MigrateVm { from, to, .. } = &task.operation else { return None };
-    let output = task.outputs.get(MigrateVmStep::Check.name())?;
-    let checked: Checked = serde_json::from_value(output.clone()).ok()?;
-    let images = if host == *to {
-        checked.copies
-    } else if host == *from {
-        checked.former
-    } else {
-        return None;
-    };
-    Some((checked.generation, images))
-}
-
 /// The hosts of a task.
 struct Ends {
     from: HostId,
@@ -228,7 +194,7 @@ fn ends(run: &Run<'_>) -> Result<Ends, StepError> {
 }
 
 /// Checks the preconditions, and settles what the inventory will say.
-async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
+async fn check(run: &Run<'_>) -> Result<CheckedMigration, StepError> {
     let began = Some(Timestamp::now());
     Watched::default().show(run, MigrationPhase::Connecting);
     let ends = ends(run)?;
@@ -241,7 +207,7 @@ async fn check(run: &Run<'_>) -> Result<Checked, StepError> {
     drop(read);
     require_messenger(run, &disks, &copies, &ends).await?;
     let disks = disks.iter().map(|disk| disk.id).collect();
-    Ok(Checked { disks, generation, copies, former, began })
+    Ok(CheckedMigration { disks, generation, copies, former, began })
 }
 
 /// Refuses a destination that has a pool of disks which stay there mounted over connections that the VM's policy does not allow, as a start there
@@ -349,7 +315,7 @@ async fn copies_at(
     Ok(copies)
 }
 
-fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
+fn checked(run: &Run<'_>) -> Result<CheckedMigration, StepError> {
     let known = run.output(MigrateVmStep::Check.name());
     known.ok_or_else(|| internal("the task does not say which disks it moves"))
 }
@@ -378,7 +344,7 @@ async fn begin(
     run: &Run<'_>,
     vm: &Vm,
     ends: &Ends,
-    checked: &Checked,
+    checked: &CheckedMigration,
 ) -> Result<SendJob, StepError> {
     let (source, destination) = (agent_of(run, ends.from)?, agent_of(run, ends.to)?);
     let (here, there) = (source.describe().await?, destination.describe().await?);
@@ -528,13 +494,13 @@ fn has_loaded(run: &Run<'_>, destination: &HostState) -> Result<bool, StepError>
 }
 
 /// Has the source keep the guest, and the destination forget it. The destination has not been asked to let it go.
-async fn leave(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+async fn leave(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Result<(), StepError> {
     let source = agent_of(run, ends.from)?;
     absent_is_fine(source.cancel_job(run.vm_id, run.task.id, JobSpec::Send(checked.sent())).await)?;
     forget(run, ends, checked).await
 }
 
-async fn forget(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+async fn forget(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Result<(), StepError> {
     let destination = agent_of(run, ends.to)?;
     let job = JobSpec::Receive(checked.received());
     let cancelled = destination.cancel_job(run.vm_id, run.task.id, job).await;
@@ -575,7 +541,7 @@ async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
 async fn record(
     run: &Run<'_>,
     ends: &Ends,
-    checked: &Checked,
+    checked: &CheckedMigration,
     migrated: Option<Migrated>,
 ) -> Result<(), StepError> {
     let vm = run.vm().await?;
@@ -614,7 +580,11 @@ async fn record(
 }
 
 /// What the destination says of the disks that it has copies of.
-async fn made(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<Vec<DiskState>, StepError> {
+async fn made(
+    run: &Run<'_>,
+    ends: &Ends,
+    checked: &CheckedMigration,
+) -> Result<Vec<DiskState>, StepError> {
     if checked.copies.is_empty() {
         return Ok(Vec::new());
     }

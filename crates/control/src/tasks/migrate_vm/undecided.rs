@@ -9,8 +9,9 @@ use vmseal_api::host::JobSpec;
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::{Checked, Ends, agent_of, checked, ends, finish, record};
+use super::{Ends, agent_of, checked, ends, finish, record};
 use crate::operation::Operation;
+use crate::operation::migration::CheckedMigration;
 use crate::store::{evacuations, hosts, placements, tasks};
 use crate::tasks::run::{Run, StepError, state_of, wrong_state};
 use crate::tasks::step::Awaited;
@@ -47,7 +48,7 @@ pub(super) async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
 }
 
 /// Has the destination give the guest up, unless it runs there.
-async fn ask(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Answer {
+async fn ask(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Answer {
     let destination = match agent_of(run, ends.to) {
         Ok(destination) => destination,
         // That it is not in the inventory any more says nothing of the guest.
@@ -71,14 +72,22 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Answer {
 
 /// Whether [`give_up`] has been recorded, by a server that has ended since: the destination is not asked any more. It may say that the
 /// guest runs there, and its monitor ends that.
-async fn is_decided(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<bool, StepError> {
+async fn is_decided(
+    run: &Run<'_>,
+    ends: &Ends,
+    checked: &CheckedMigration,
+) -> Result<bool, StepError> {
     let mut read = run.store().read().await?;
     let taken = evacuations::generation(&mut read, run.vm_id, ends.to).await?;
     Ok(taken == Some(checked.generation))
 }
 
 /// Records that the guest runs at the destination, and has the source forget it. Returns why the task ends so.
-async fn stay_there(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<StepError, StepError> {
+async fn stay_there(
+    run: &Run<'_>,
+    ends: &Ends,
+    checked: &CheckedMigration,
+) -> Result<StepError, StepError> {
     record(run, ends, checked, None).await?;
     if let Err(error) = finish(run).await {
         tracing::warn!(vm = %run.vm_id, error = %error.as_problem(), "the source's monitor removes what is left of it");
@@ -100,7 +109,7 @@ async fn is_given_up(run: &Run<'_>) -> Result<bool, StepError> {
 }
 
 /// Records that the guest does not go on at the destination: should that answer again, it ends and forgets the VM.
-async fn give_up(run: &Run<'_>, ends: &Ends, checked: &Checked) -> Result<(), StepError> {
+async fn give_up(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Result<(), StepError> {
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
     // The destination may have taken the lease of its copies, with the generation that was checked: this one is later, and so is the next,
