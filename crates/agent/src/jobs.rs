@@ -527,7 +527,7 @@ mod tests {
     use std::time::Duration;
 
     use vmseal_api::host::{
-        CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob,
+        CreateJob, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, SendJob,
     };
     use vmseal_api::id::SnapshotId;
 
@@ -558,7 +558,11 @@ mod tests {
         assert_eq!(refused(&mut jobs), ErrorCode::NotFound);
         assert!(jobs.pace_of(disk).is_free() && !jobs.status(task).unwrap().paused);
         jobs.begin(task, JobSpec::DropSources(DropSourcesJob { disks: vec![disk] }));
-        assert_eq!(refused(&mut jobs), ErrorCode::Unsupported);
+        assert_eq!(jobs.set_work_pace(task, paused).unwrap(), [disk]);
+        let task = TaskId::new();
+        let send = SendJob { disks: vec![disk], copies: Vec::new(), begin: None };
+        jobs.begin(task, JobSpec::Send(send));
+        assert_eq!(jobs.set_work_pace(task, paused).unwrap_err().code, ErrorCode::Unsupported);
     }
 
     #[test]

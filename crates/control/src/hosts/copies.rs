@@ -10,8 +10,8 @@ use sqlx::SqliteConnection;
 use vmseal_api::host::{ArrivingCopy, DiskState, VmState};
 use vmseal_api::id::{DatastoreId, DiskId, HostId};
 
-use crate::operation::Operation;
-use crate::operation::migration::{CHECK, CheckedMigration};
+use crate::operation::migration::{CHECK, CheckedClone, CheckedMigration};
+use crate::operation::{Elsewhere, Operation};
 use crate::store::disks::Disk;
 use crate::store::tasks::Task;
 use crate::store::{StoreError, evacuations, placements, tasks};
@@ -78,21 +78,30 @@ fn left_by(
     disks.iter().filter(is_left).map(|disk| disk.id).collect()
 }
 
-/// The generation of the placement that a migration makes, or was to make, and the images on one of its hosts that are none of the VM when it
-/// goes on at the other one: the copies at the destination, the former images at the source. None of a task that has not begun, or of
-/// another one.
+/// The generation of the placement that a migration, or the sending of a clone, makes, or was to make, and the images on one of its
+/// hosts that are none of the VM when it is at the other one: the copies at the destination, the former images at the source. None of a
+/// task that has not begun, or of another one.
 fn images_at(task: &Task, host: HostId) -> Option<(u64, Vec<ArrivingCopy>)> {
-    let Operation::MigrateVm { from, to, .. } = &task.operation else { return None };
-    let output = task.outputs.get(CHECK)?;
-    let checked: CheckedMigration = serde_json::from_value(output.clone()).ok()?;
-    let images = if host == *to {
-        checked.copies
-    } else if host == *from {
-        checked.former
+    let output = task.outputs.get(CHECK)?.clone();
+    let ((from, to), generation, copies, former) = match &task.operation {
+        Operation::MigrateVm { from, to, .. } => {
+            let noted: CheckedMigration = serde_json::from_value(output).ok()?;
+            ((*from, *to), noted.generation, noted.copies, noted.former)
+        }
+        other => {
+            let Elsewhere { from, to, .. } = other.elsewhere()?;
+            let noted: CheckedClone = serde_json::from_value(output).ok()?;
+            ((from, to), noted.generation, noted.copies, noted.former)
+        }
+    };
+    let images = if host == to {
+        copies
+    } else if host == from {
+        former
     } else {
         return None;
     };
-    Some((checked.generation, images))
+    Some((generation, images))
 }
 
 /// Whether beside an image on one of two datastores there may be the note of a move from or to the other.

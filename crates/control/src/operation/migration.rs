@@ -1,14 +1,14 @@
-//! What a migration within a control plane notes of itself.
+//! What tasks note of themselves that give a VM, or a clone, another host.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::ArrivingCopy;
 use vmseal_api::id::DiskId;
 
-/// The name of the first step.
+/// The name of the step that checks.
 pub(crate) const CHECK: &str = "check";
 
-/// What the first step of a migration has found, and those after it need: its output.
+/// What the check of a migration has found, and the steps after it need: its output.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct CheckedMigration {
     pub(crate) disks: Vec<DiskId>,
@@ -22,4 +22,15 @@ pub(crate) struct CheckedMigration {
     /// When the migration began; earlier versions did not note it.
     #[serde(default)]
     pub(crate) began: Option<Timestamp>,
+}
+
+/// The same of the disks of a clone that another host gets.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct CheckedClone {
+    /// The generation of the placement at the destination.
+    pub(crate) generation: u64,
+    /// All disks, and where the destination gets them.
+    pub(crate) copies: Vec<ArrivingCopy>,
+    /// The same disks, and where they are at the source.
+    pub(crate) former: Vec<ArrivingCopy>,
 }

@@ -338,10 +338,11 @@ pub async fn watched_on(
     host: HostId,
 ) -> Result<HashMap<VmId, Vec<Disk>>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(select!(
-        "WHERE o.host_id = $1 AND d.vm_id IN
-             (SELECT v.id FROM vms v JOIN policies p ON p.id = v.policy_id
-              WHERE p.messenger IS NOT NULL OR p.osd_encryption IS NOT NULL
-                    OR p.redundancy IS NOT NULL)
+        "WHERE o.host_id = $1 AND EXISTS
+             (SELECT 1 FROM vms v JOIN policies p ON p.id = v.policy_id
+              WHERE v.id = d.vm_id
+                    AND (p.messenger IS NOT NULL OR p.osd_encryption IS NOT NULL
+                         OR p.redundancy IS NOT NULL))
          ORDER BY d.position"
     ))
     .bind(host.to_string())

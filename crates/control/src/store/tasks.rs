@@ -408,12 +408,13 @@ pub async fn unknown_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<
     Ok(rows.into_iter().map(Task::from).collect())
 }
 
-/// The tasks that have given a VM another host, or moved disks of it to another datastore, or were to; in order of their requests.
+/// The tasks that have given a VM another host, also a clone that was made for it, or moved disks of it to another datastore, or were to; in order
+/// of their requests.
 pub async fn moves_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Task>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(concat!(
         "SELECT ",
         columns!(),
-        " FROM tasks WHERE vm_id = $1 AND kind IN ('vm.migrate', 'vm.move') ORDER BY id"
+        " FROM tasks WHERE vm_id = $1 AND kind IN ('vm.migrate', 'vm.clone', 'vm.move') ORDER BY id"
     ))
     .bind(vm.to_string())
     .fetch_all(from)

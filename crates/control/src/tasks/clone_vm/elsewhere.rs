@@ -11,6 +11,7 @@
 use async_trait::async_trait;
 use vmseal_api::problem::Problem;
 
+use crate::operation::migration::CHECK;
 use crate::operation::{Copies, Elsewhere, Operation};
 use crate::store::{hosts as store_hosts, placements};
 use crate::tasks::change_host;
@@ -36,7 +37,7 @@ impl Step for ElsewhereStep {
         match self {
             Self::HandOver => "hand-over",
             Self::Arrive => "arrive",
-            Self::Check => new_vm::CHECKS,
+            Self::Check => CHECK,
             Self::Send => new_vm::SENDS,
             Self::Switch => "switch",
             Self::RemoveSent => "remove-sent",

@@ -12,7 +12,6 @@
 //! What the destination has made is in the task's record before it is asked to keep it: an agent that restarts afterwards knows nothing
 //! of a VM that is off. Then its lease says whether it has it.
 
-use serde::{Deserialize, Serialize};
 use vmseal_api::host::{
     Arrival, ArrivingCopies, ArrivingCopy, Departure, DiskState, HostState, JobKind, JobSpec,
     JobState, JobStatus, MIGRATION_KEY_LEN, Power, ReceiveJob, SendJob,
@@ -29,6 +28,7 @@ use super::cause::{OtherHostWait, Said, Verdict, at_destination, at_source, judg
 use super::{NewSession, STREAMS, agent_of, end_at_source, nonce, reachable, tell_pace};
 use crate::hosts::keys::{self, Purpose};
 use crate::hosts::{self, is_silence};
+use crate::operation::migration::{CHECK, CheckedClone};
 use crate::operation::{Elsewhere, SentDisks};
 use crate::store::events::NewEvent;
 use crate::store::vms::{self, Vm};
@@ -39,24 +39,10 @@ use crate::tasks::mirror_vm::set_image;
 use crate::tasks::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
 use crate::tasks::start_vm::locked;
 
-/// The name of the step that checks, whose output the others need.
-pub(in crate::tasks) const CHECKS: &str = "check";
-
 /// The name of the step that sends, whose output is what the destination has made.
 pub(in crate::tasks) const SENDS: &str = "send";
 
-/// What the steps after the check need.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(in crate::tasks) struct Checked {
-    /// The generation of the placement at the destination.
-    generation: u64,
-    /// All disks, and where the destination gets them.
-    copies: Vec<ArrivingCopy>,
-    /// The same disks, and where they are at the source.
-    former: Vec<ArrivingCopy>,
-}
-
-impl Checked {
+impl CheckedClone {
     fn disks(&self) -> Vec<DiskId> {
         self.copies.iter().map(|copy| copy.disk).collect()
     }
@@ -80,15 +66,15 @@ fn sent(elsewhere: Elsewhere) -> Result<SentDisks, StepError> {
     elsewhere.sent.ok_or_else(|| internal("the task sends no disks"))
 }
 
-fn checked(run: &Run<'_>) -> Result<Checked, StepError> {
-    run.output(CHECKS).ok_or_else(|| internal("the task does not say which disks it sends"))
+fn checked(run: &Run<'_>) -> Result<CheckedClone, StepError> {
+    run.output(CHECK).ok_or_else(|| internal("the task does not say which disks it sends"))
 }
 
 /// Settles what is sent, and where to.
 pub(in crate::tasks) async fn check(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-) -> Result<Checked, StepError> {
+) -> Result<CheckedClone, StepError> {
     let Elsewhere { from, to, .. } = elsewhere;
     let target = sent(elsewhere)?.datastore;
     let vm = run.vm().await?;
@@ -111,7 +97,7 @@ pub(in crate::tasks) async fn check(
     let at = |disk, datastore| ArrivingCopy { disk, datastore };
     let copies = disks.iter().map(|disk| at(disk.id, place.clone())).collect();
     let former = disks.iter().map(|disk| at(disk.id, disk.datastore.clone())).collect();
-    Ok(Checked { generation, copies, former })
+    Ok(CheckedClone { generation, copies, former })
 }
 
 /// Has the disks sent, unless they are. Returns what the destination has made.
@@ -162,7 +148,7 @@ fn is_ready(run: &Run<'_>, state: &HostState, kind: JobKind) -> bool {
 async fn begin(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-    checked: &Checked,
+    checked: &CheckedClone,
 ) -> Result<SendJob, StepError> {
     let Elsewhere { from, to, .. } = elsewhere;
     let (source, destination) = (agent_of(run, from)?, agent_of(run, to)?);
@@ -264,7 +250,7 @@ fn show(run: &Run<'_>, source: &HostState) {
 async fn made(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-    checked: &Checked,
+    checked: &CheckedClone,
 ) -> Result<Vec<DiskState>, StepError> {
     let state = run.host_state(elsewhere.to, None).await?;
     let seen = state_of(&state, run.vm_id).map(|seen| &seen.disks);
@@ -282,7 +268,11 @@ async fn made(
 }
 
 /// Has both hosts end an attempt. The destination has not been asked to keep anything.
-async fn leave(run: &Run<'_>, elsewhere: Elsewhere, checked: &Checked) -> Result<(), StepError> {
+async fn leave(
+    run: &Run<'_>,
+    elsewhere: Elsewhere,
+    checked: &CheckedClone,
+) -> Result<(), StepError> {
     stop_sending(run, elsewhere, checked).await?;
     forget(run, elsewhere, checked).await
 }
@@ -291,7 +281,7 @@ async fn leave(run: &Run<'_>, elsewhere: Elsewhere, checked: &Checked) -> Result
 async fn stop_sending(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-    checked: &Checked,
+    checked: &CheckedClone,
 ) -> Result<(), StepError> {
     let state = run.host_state(elsewhere.from, None).await?;
     if job_of(run, &state, JobKind::Send).is_none() {
@@ -303,7 +293,11 @@ async fn stop_sending(
 }
 
 /// Has the destination remove what it has made.
-async fn forget(run: &Run<'_>, elsewhere: Elsewhere, checked: &Checked) -> Result<(), StepError> {
+async fn forget(
+    run: &Run<'_>,
+    elsewhere: Elsewhere,
+    checked: &CheckedClone,
+) -> Result<(), StepError> {
     let destination = agent_of(run, elsewhere.to)?;
     let job = JobSpec::Receive(checked.received());
     absent_is_fine(destination.cancel_job(run.vm_id, run.task.id, job).await)?;
@@ -366,7 +360,7 @@ pub(in crate::tasks) async fn switch(
 async fn give_up(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-    checked: &Checked,
+    checked: &CheckedClone,
 ) -> Result<Kept, StepError> {
     let destination = agent_of(run, elsewhere.to)?;
     let job = JobSpec::Receive(checked.received());
@@ -383,7 +377,7 @@ async fn give_up(
 async fn record(
     run: &Run<'_>,
     elsewhere: Elsewhere,
-    checked: &Checked,
+    checked: &CheckedClone,
     how: &str,
 ) -> Result<(), StepError> {
     let made: Option<Vec<DiskState>> = run.output(SENDS);

@@ -74,11 +74,11 @@ fn a_former_image_is_kept_without_the_key_of_its_copy() {
     assert_eq!(locked.unwrap_err().code, ErrorCode::Locked);
     assert!(bench.has_its_source());
     let other = SecretBytes::random(KEK_LEN).unwrap();
-    bench.spec.key = Some(keys::reference_of(&other, bench.spec.vm, "other"));
+    let other_reference = keys::reference_of(&other, bench.spec.vm, "other");
+    let reference = bench.spec.key.replace(other_reference);
     let key = std::mem::replace(&mut bench.kek, other);
     bench.is_kept(ErrorCode::KeyMismatch);
-    bench.spec.key = Some(keys::reference_of(&key, bench.spec.vm, "k"));
-    bench.kek = key;
+    (bench.spec.key, bench.kek) = (reference, key);
     assert_eq!(bench.fate(), FormerFate::Overwritten);
 }
 
