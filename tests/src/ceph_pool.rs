@@ -66,6 +66,9 @@ impl Pool {
     pub fn of_shared_cluster(name: &str, messenger: &str) -> Self {
         let shared = shared(messenger);
         let cluster = joined(&mut hold(shared), messenger);
+        let pools = cluster.ask(&["osd", "pool", "ls"]);
+        let is_there = pools.as_array().unwrap().iter().any(|it| it == name);
+        assert!(!is_there, "another test has pool '{name}'");
         let (name, user) = (name.to_owned(), format!("client.{name}"));
         // From here on it is removed, whatever of it is there.
         let pool = Self { cluster, name, user, data_pool: None, shared: Some(shared) };

@@ -27,9 +27,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Self {
+    fn new(pool: &str) -> Self {
         let options = Options { messenger: "secure", erasure_coded: false, key_at_server: true };
-        let mut ceph = CephInstallation::shared("evacuation", options);
+        let mut ceph = CephInstallation::shared(pool, options);
         let there = ceph.add_host(THERE);
         Self { ceph, there }
     }
@@ -137,7 +137,7 @@ fn a_host_that_hangs_can_write_nothing_once_its_vm_is_evacuated() {
     if !is_installed() {
         return;
     }
-    let mut bench = Bench::new();
+    let mut bench = Bench::new("evacuation");
     let here = &bench.ceph.here;
     start(here);
     let refused = here.refused(&["vm", "evacuate", VM, "--dry-run"]).unwrap();
@@ -215,7 +215,7 @@ fn a_vm_is_evacuated_whose_disk_was_on_its_way_elsewhere() {
     if !is_installed() || !has_its_turn() {
         return;
     }
-    let mut bench = Bench::new();
+    let mut bench = Bench::new("evacuation-moved");
     let here = &bench.ceph.here;
     let far = here.path("far");
     std::fs::create_dir(&far).unwrap();
