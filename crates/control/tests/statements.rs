@@ -253,13 +253,12 @@ async fn postgresql_takes_the_schema_and_prepares_every_statement() {
 }
 
 /// The beginnings of the statements that read a whole table, or a whole index.
-const WHOLE: [&str; 19] = [
+const WHOLE: [&str; 18] = [
     // They need all rows.
     "SELECT code, target, since, detail, reason FROM alarms",
     "SELECT d.id, d.name, d.vm_id, v.name AS vm_name",
     "SELECT name, token_sha256, role FROM users",
     "SELECT id, name FROM providers",
-    "SELECT id, osds_stated, osds_told FROM datastores",
     // When old events are deleted from an inventory that was restored.
     "SELECT v.id FROM vms v JOIN placements o ON o.vm_id = v.id AND o.role = 'owner' WHERE v.key_id IS NOT NULL",
     // Their index has only the rows that they need.
