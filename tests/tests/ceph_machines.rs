@@ -179,7 +179,9 @@ fn keeps_variables_and_tpm(bench: &CephInstallation, there: &Path) {
 /// A disk with data and a hole on the pool, of a VM that is off, is encrypted in its own image and decrypted again. Each time the agent dies
 /// meanwhile.
 fn converts_in_place(bench: &mut CephInstallation) {
-    let mut content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(DISK).collect();
+    // Not random bytes: a proof cannot tell these from ciphertext.
+    let lines = (0..DISK / 16).flat_map(|line| format!("{line:015}\n").into_bytes());
+    let mut content: Vec<u8> = lines.collect();
     content[8 << 20..12 << 20].fill(0);
     for place in [0, 14 << 20, DISK - 4096] {
         content[place..place + MARKER.len()].copy_from_slice(MARKER.as_bytes());
