@@ -1,6 +1,6 @@
 //! A host hangs, or is cut off from the server, whose VM is on a pool of a real Ceph cluster, and the VM is evacuated to another host. Nothing of
-//! the first one can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not. So it is where
-//! the VM's disk was being moved at that moment.
+//! the first one can write the VM's image, and its agent ends what it has of the VM, whether the server is there to tell it or not. The same
+//! holds if the VM's disk was being moved.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 

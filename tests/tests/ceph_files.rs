@@ -681,7 +681,7 @@ fn monitors_that_stand_still(cluster: &Cluster, here: &Mount) {
     drop(tell);
     let ended = Arc::new(AtomicBool::new(false));
     let written = writes_until(file, Arc::clone(&ended));
-    // Each of the askers, and data while they ask: an error of one is that it has gone without a word.
+    // Waits for each asker; one that panicked sends nothing, and this fails.
     (0..ASKERS).for_each(|_| asked.recv_timeout(ASKING + ANSWERED).unwrap());
     ended.store(true, Ordering::Relaxed);
     let rounds = written.recv_timeout(ANSWERED).unwrap();

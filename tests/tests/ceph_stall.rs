@@ -175,7 +175,7 @@ fn waits(bench: &CephInstallation, mut console: Console) {
     ] {
         assert!(alarm.contains(part), "{part}: {alarm}");
     }
-    // Seconds later than it has taken what it takes.
+    // The alarm comes seconds after the writes: by now memory has stopped growing.
     load.is_bounded();
     drop(stopped);
     load.ends(bench);

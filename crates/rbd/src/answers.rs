@@ -24,7 +24,7 @@ fn number(error: &io::Error) -> Errno {
 }
 
 /// Answers a request with an error.
-pub(crate) trait Refuse {
+pub(crate) trait Refuse: Send + 'static {
     /// Answers with it.
     fn refuse(self, error: io::Error);
 }

@@ -64,7 +64,7 @@ pub struct FileSystem {
     locks: Arc<Locks>,
     /// For filters that do without FUSE.
     service: Arc<Service>,
-    /// Left by the service when nobody uses it any more.
+    /// Left by the service, and by each request that a thread does, when they have ended.
     served: Arc<Gate>,
     /// Handles that are being released.
     releases: Arc<Gate>,

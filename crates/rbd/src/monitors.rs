@@ -35,7 +35,7 @@ type Ask<T> = dyn Fn() -> io::Result<T> + Send + Sync;
 pub struct Question<T>(Arc<Shared<T>>);
 
 struct Shared<T> {
-    /// What is asked, for the log.
+    /// What the question is about, as the log words it: `what room the pool has`.
     what: &'static str,
     good: Good,
     /// How long a request waits while there is nothing else to tell.
@@ -75,7 +75,7 @@ impl<T: Clone + Send + 'static> Question<T> {
         Self::needed(what, good, WAIT, ask)
     }
 
-    /// The same. While there is nothing else to tell, requests wait for so long, and not a second.
+    /// The same, for an answer that requests cannot do without: while none is known, they wait for `first` in place of a second.
     #[must_use]
     pub fn needed(
         what: &'static str,
@@ -187,12 +187,14 @@ impl<T: Clone> State<T> {
             self.told = None;
         }
         if self.failed.is_none() {
-            let age = self.told.as_ref().map(|(at, _)| at.elapsed().as_secs());
-            tracing::warn!(
-                %error,
-                seconds_old = age,
-                "the monitors do not say {what}: what they said before is told, for at most an hour"
-            );
+            let age = self.told.as_ref().map(|(at, _)| at.elapsed()).filter(|age| *age < OLDEST);
+            let before = if age.is_some() {
+                "; what they said before is told, for at most an hour"
+            } else {
+                ""
+            };
+            let seconds_old = age.map(|age| age.as_secs());
+            tracing::warn!(%error, seconds_old, "the monitors do not say {what}{before}");
         }
         self.failed = Some((Instant::now(), number));
     }
@@ -264,7 +266,7 @@ mod tests {
         assert_eq!(question.ask().unwrap(), 7);
         give.send(failed(libc::ETIMEDOUT)).unwrap();
         ended(&question);
-        assert_eq!(question.ask().unwrap(), 7, "no answer is one");
+        assert_eq!(question.ask().unwrap(), 7, "the former answer is not told");
         // After that they are left alone for a while.
         assert_eq!(asked.try_iter().count(), 1);
         let long_ago = Instant::now().checked_sub(OLDEST).unwrap();
@@ -273,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_monitors_refuse_is_not_told_as_they_said_it_before() {
+    fn after_a_refusal_the_former_answer_is_told_no_more() {
         let (question, give, asked) =
             question(Good { answer: Duration::ZERO, error: Duration::ZERO });
         give.send(Ok(7)).unwrap();
@@ -320,6 +322,7 @@ mod tests {
             Ok(7_u64)
         });
         assert_eq!(number(&question.ask()), Some(libc::ETIMEDOUT));
+        ended(&question);
         assert_eq!(question.ask().unwrap(), 7);
     }
 

@@ -21,7 +21,7 @@ const KNOWN: Duration = Duration::from_secs(5);
 /// How long a request waits for a count: many times what one takes in a cluster that is well.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// The most counts at a time: as many requests about one object are at work.
+/// The most counts at a time, over all images: a cluster that does not answer keeps no more threads.
 const COUNTS_MAX: usize = 4;
 
 /// What is told where the room is not known: all of it, however long the file is.

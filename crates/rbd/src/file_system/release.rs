@@ -84,7 +84,7 @@ impl FileSystem {
         &self.service
     }
 
-    /// Who serves filters is inside, for who ends the process: it waits until the images are closed.
+    /// Who serves filters, and who does requests, is inside: who ends the process waits until the images are closed.
     #[must_use]
     pub fn served(&self) -> Arc<Gate> {
         Arc::clone(&self.served)

@@ -210,32 +210,15 @@ impl Requests {
     }
 
     /// Has a thread do a request, and answer it.
-    fn answered<R, T>(
+    fn answered<R: Refuse, T: 'static>(
         &self,
         workers: &Workers,
         about: Inode,
         reply: R,
         work: impl FnOnce(&FileSystem) -> io::Result<T> + Send + 'static,
         with: impl FnOnce(R, T) + Send + 'static,
-    ) where
-        R: Refuse + Send + 'static,
-        T: 'static,
-    {
+    ) {
         self.later(workers, about, move |files| answer(reply, work(files), with));
-    }
-
-    /// The same for names.
-    fn named<R, T>(
-        &self,
-        about: Inode,
-        reply: R,
-        work: impl FnOnce(&FileSystem) -> io::Result<T> + Send + 'static,
-        with: impl FnOnce(R, T) + Send + 'static,
-    ) where
-        R: Refuse + Send + 'static,
-        T: 'static,
-    {
-        self.answered(&self.names, about, reply, work, with);
     }
 }
 
@@ -285,7 +268,13 @@ impl Filesystem for Requests {
         if ino.is_directory() {
             return answer(reply, self.files.attributes(ino), attributes);
         }
-        self.named(ino, reply, move |files| files.describe(ino, Rooms::ask), attributes);
+        self.answered(
+            &self.names,
+            ino,
+            reply,
+            move |files| files.describe(ino, Rooms::ask),
+            attributes,
+        );
     }
 
     fn setattr(
@@ -316,24 +305,36 @@ impl Filesystem for Requests {
         if ino.is_directory() {
             return answer(reply, set(&self.files), attributes);
         }
-        self.named(ino, reply, set, attributes);
+        self.answered(&self.names, ino, reply, set, attributes);
     }
 
     fn mkdir(&self, _: &Request, parent: INodeNo, name: &OsStr, _: u32, _: u32, reply: ReplyEntry) {
         let (parent, name) = (inode(parent), name.to_owned());
-        self.named(parent, reply, move |files| files.make_directory(parent, &name), entry);
+        self.answered(
+            &self.names,
+            parent,
+            reply,
+            move |files| files.make_directory(parent, &name),
+            entry,
+        );
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let (parent, name) = (inode(parent), name.to_owned());
-        self.named(parent, reply, move |files| files.unlink_file(parent, &name), done);
+        self.answered(
+            &self.names,
+            parent,
+            reply,
+            move |files| files.unlink_file(parent, &name),
+            done,
+        );
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let (parent, name) = (inode(parent), name.to_owned());
         let remove =
             move |files: &FileSystem| files.directories.remove_directory(parent, text(&name)?);
-        self.named(parent, reply, remove, done);
+        self.answered(&self.names, parent, reply, remove, done);
     }
 
     fn rename(
@@ -352,7 +353,7 @@ impl Filesystem for Requests {
             let (from, to) = ((parent, name.as_os_str()), (to_parent, to_name.as_os_str()));
             files.rename_entry(from, to, flags)
         };
-        self.named(parent, reply, rename, done);
+        self.answered(&self.names, parent, reply, rename, done);
     }
 
     fn link(
@@ -364,13 +365,19 @@ impl Filesystem for Requests {
         reply: ReplyEntry,
     ) {
         let (ino, parent, name) = (inode(ino), inode(newparent), newname.to_owned());
-        self.named(parent, reply, move |files| files.add_link(ino, parent, &name), entry);
+        self.answered(
+            &self.names,
+            parent,
+            reply,
+            move |files| files.add_link(ino, parent, &name),
+            entry,
+        );
     }
 
     fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let (ino, rights) = (inode(ino), Rights::of(flags));
         let open = move |files: &FileSystem| files.open.open(&files.store, ino, rights);
-        self.named(ino, reply, open, |reply: ReplyOpen, handle| {
+        self.answered(&self.names, ino, reply, open, |reply: ReplyOpen, handle| {
             reply.opened(FileHandle(handle), OPENED);
         });
     }
@@ -387,9 +394,15 @@ impl Filesystem for Requests {
     ) {
         let (parent, name) = (inode(parent), name.to_owned());
         let make = move |files: &FileSystem| files.make_file(parent, &name, flags);
-        self.named(parent, reply, make, |reply: ReplyCreate, (attr, known, handle)| {
-            reply.created(&known, &attr, Generation(0), FileHandle(handle), OPENED);
-        });
+        self.answered(
+            &self.names,
+            parent,
+            reply,
+            make,
+            |reply: ReplyCreate, (attr, known, handle)| {
+                reply.created(&known, &attr, Generation(0), FileHandle(handle), OPENED);
+            },
+        );
     }
 
     fn read(
@@ -470,7 +483,7 @@ impl Filesystem for Requests {
         }
         let unlock =
             move |files: &FileSystem| files.locks.unlock(ino, |other| other.owner == owner);
-        self.named(ino, reply, unlock, done);
+        self.answered(&self.names, ino, reply, unlock, done);
     }
 
     fn release(
@@ -512,7 +525,7 @@ impl Filesystem for Requests {
         let list = move |files: &FileSystem| {
             files.directories.list(ino).map(|entries| files.keep_listing(entries))
         };
-        self.named(ino, reply, list, |reply: ReplyOpen, handle| {
+        self.answered(&self.names, ino, reply, list, |reply: ReplyOpen, handle| {
             reply.opened(FileHandle(handle), FopenFlags::empty());
         });
     }
@@ -585,7 +598,7 @@ impl Filesystem for Requests {
             Some(wanted) => files.locks.is_free(ino, owner, wanted),
             None => Ok(true),
         };
-        self.named(ino, reply, look, move |reply: ReplyLock, free| {
+        self.answered(&self.names, ino, reply, look, move |reply: ReplyLock, free| {
             let unlocked = i32::from(libc::F_UNLCK as i16);
             let kind = if free { unlocked } else { i32::from(libc::F_WRLCK as i16) };
             reply.locked(start, end, kind, 0);
@@ -612,7 +625,7 @@ impl Filesystem for Requests {
             Some(wanted) => files.locks.lock(ino, owner, wanted),
             None => files.locks.unlock(ino, |other| other.owner == owner.owner).map(|()| true),
         };
-        self.named(ino, reply, set, |reply: ReplyEmpty, done| match done {
+        self.answered(&self.names, ino, reply, set, |reply: ReplyEmpty, done| match done {
             true => reply.ok(),
             false => reply.error(Errno::EAGAIN),
         });
@@ -651,7 +664,7 @@ impl Filesystem for Requests {
     ) {
         let (of, name, value) = (inode(of), name.to_owned(), value.to_vec());
         let set = move |files: &FileSystem| files.set_attribute(of, &name, &value, flags);
-        self.named(of, reply, set, done);
+        self.answered(&self.names, of, reply, set, done);
     }
 
     fn getxattr(&self, _: &Request, of: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
@@ -672,7 +685,7 @@ impl Filesystem for Requests {
 
     fn removexattr(&self, _: &Request, of: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let (of, name) = (inode(of), name.to_owned());
-        self.named(of, reply, move |files| files.remove_attribute(of, &name), done);
+        self.answered(&self.names, of, reply, move |files| files.remove_attribute(of, &name), done);
     }
 
     fn fallocate(
