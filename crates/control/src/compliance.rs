@@ -16,7 +16,7 @@ use crate::store::{Part, StoreError, vms};
 /// Datastores, by their ids.
 pub(crate) type Datastores = HashMap<DatastoreId, Datastore>;
 
-/// The same of a list.
+/// Datastores of a list, by their ids.
 pub(crate) fn by_id(datastores: Vec<Datastore>) -> Datastores {
     datastores.into_iter().map(|it| (it.id, it)).collect()
 }

@@ -23,9 +23,6 @@ pub use self::claim::Claim;
 pub use self::copies::{Copies, Elsewhere, SentDisks, Temporary};
 pub use self::power::PowerChange;
 
-/// The name of the commit step of a migration, within a control plane and to another one.
-pub(crate) const SWITCH: &str = "switch";
-
 /// A VM that is to be adopted, as the inventory will have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Definition {

@@ -51,8 +51,8 @@ pub enum Task {
         /// The task's id
         #[arg(value_name = "TASK")]
         name: String,
-        /// Only for a migration that waits at the switch for a host that does not answer: that host is off for good, and the VM goes on
-        /// where it was. Never while that host may run it: then it runs twice
+        /// Only for a migration that waits at its switch for the other host: that host is gone for good, and the VM goes on where it was.
+        /// Never use it while that host may run the VM: it would run twice
         #[arg(long)]
         force: bool,
         #[command(flatten)]

@@ -1,13 +1,16 @@
+use jiff::Timestamp;
+use vmseal_api::datastore::MountFacts;
+use vmseal_api::host::DatastoreLocation;
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::AskedOsds;
 use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
-use vmseal_api::request::{MoveVm, SetPolicy};
+use vmseal_api::request::SetPolicy;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::services::caller::Caller;
-use crate::services::{Outcome, Services, mirror, set_policy, vms as service};
+use crate::services::{Outcome, Services, set_policy, vms as service};
 use crate::testing::Fixture;
 
 /// A VM with two disks in a pool of two copies, over connections in the clear.
@@ -27,10 +30,7 @@ impl Bench {
         fixture.made("web", "encrypted").await;
         let services = fixture.services(Recipient::generate().unwrap());
         let me = Caller::administrator("me");
-        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
-        let moved = mirror::move_disks(&services, &me, "web", request, false).await;
-        let Ok(Outcome::Done(task)) = moved else { panic!("it does not move") };
-        fixture.ends_well(task.id).await;
+        fixture.move_disks(&services, "web", "ceph").await;
         Self { fixture, services, me }
     }
 
@@ -156,4 +156,39 @@ async fn each_requirement_is_judged_alone() {
     assert_eq!(judged(&policy, &disks, &layouts), clear);
     let plain = Policy { encryption: false, ..policy };
     assert!(judged(&plain, &disks, &layouts).is_empty());
+}
+
+/// A mount stays as it was when its pool is set to another messenger.
+#[tokio::test]
+async fn connections_are_judged_by_the_mount_that_is_there() {
+    let bench = Bench::new().await;
+    let fixture = &bench.fixture;
+    let mut read = fixture.store.read().await.unwrap();
+    let policy = policies::find(&mut read, "encrypted").await.unwrap().unwrap();
+    let web = vms::find(&mut read, "web").await.unwrap().unwrap();
+    let known = datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+    drop(read);
+    let disks = fixture.disks(web.id).await;
+    let secure = Policy { messenger: Some(Messenger::Secure), ..policy };
+    let mounted =
+        |messenger| MountFacts { way: "a".to_owned(), messenger, cluster: "b".to_owned() };
+    let now = Some(Timestamp::now());
+    for (mount, changed, deviating) in [
+        (Some(mounted(Messenger::Crc)), None, 2),
+        (Some(mounted(Messenger::Crc)), now, 2),
+        (Some(mounted(Messenger::Secure)), now, 0),
+        (None, now, 2),
+        (None, None, 0),
+    ] {
+        let what = format!("{mount:?}, changed: {changed:?}");
+        let mut ceph = known.clone();
+        let on = &mut ceph.hosts[0];
+        let DatastoreLocation::Rbd { pool, .. } = &mut on.location else { panic!("{what}") };
+        pool.messenger = Messenger::Secure;
+        pool.changed = changed;
+        on.mount = mount;
+        let found = deviations(&secure, fixture.host, &disks, &by_id(vec![ceph]), &HashMap::new());
+        let lacking: Vec<_> = found.into_iter().map(|it| it.requirement).collect();
+        assert_eq!(lacking, vec![Requirement::Messenger; deviating], "{what}");
+    }
 }

@@ -178,15 +178,16 @@ fn has_changed(known: Option<DatastoreUsage>, now: DatastoreUsage) -> bool {
 #[cfg(test)]
 mod tests {
     use vmseal_api::datastore::{Messenger, SetDatastore};
+    use vmseal_api::id::VmId;
     use vmseal_api::osd_encryption::{AskedOsds, OsdEncryption, OsdsUnknown, StatedOsds};
     use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
-    use vmseal_api::request::{MoveVm, SetPolicy};
+    use vmseal_api::request::SetPolicy;
     use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
     use crate::operation::Operation;
     use crate::services::caller::Caller;
-    use crate::services::{Outcome, Services, datastores as service, mirror, remount, set_policy};
+    use crate::services::{Services, datastores as service, remount, set_policy};
     use crate::store::policies;
     use crate::testing::Fixture;
 
@@ -343,23 +344,22 @@ mod tests {
         vec![PoolFacts { pool, layout, failure_domain, compression: None }]
     }
 
-    async fn move_to_pool(fixture: &Fixture, services: &Services, vm: &str) {
-        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
-        let me = Caller::administrator("me");
-        let begun = mirror::move_disks(services, &me, vm, request, false).await;
-        let Ok(Outcome::Done(task)) = begun else { panic!("it does not move") };
-        fixture.ends_well(task.id).await;
+    /// A host with a pool, its monitor, and two VMs that are not in the pool yet: `web`, which is encrypted and whose id is returned, and
+    /// `other`, which is not.
+    async fn beside_a_pool() -> (Fixture, DatastoreMonitor, Services, VmId) {
+        let fixture = Fixture::new().await;
+        let watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let vm = fixture.made("web", "encrypted").await;
+        fixture.made("other", "plain").await;
+        (fixture, watch, services, vm)
     }
 
     #[tokio::test]
     async fn a_vm_on_osds_that_are_not_encrypted_any_more_has_an_alarm_until_they_are() {
-        let fixture = Fixture::new().await;
-        let mut watch = watch(&fixture).await;
-        fixture.add_pool("ceph", Vec::new()).await;
-        let (services, me) =
-            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
-        let vm = fixture.made("web", "encrypted").await;
-        fixture.made("other", "plain").await;
+        let (fixture, mut watch, services, vm) = beside_a_pool().await;
+        let me = Caller::administrator("me");
         let (plain, encrypted) =
             (OsdEncryption::No { osds: 3, plain: 1 }, OsdEncryption::Yes { osds: 3 });
         let unknown = |why| OsdEncryption::Unknown { why };
@@ -371,7 +371,7 @@ mod tests {
         };
         ask(AskedOsds::Required).await;
         for vm in ["web", "other"] {
-            move_to_pool(&fixture, &services, vm).await;
+            fixture.move_disks(&services, vm, "ceph").await;
         }
         fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
 
@@ -414,16 +414,11 @@ mod tests {
 
     #[tokio::test]
     async fn a_vm_over_connections_in_the_clear_has_an_alarm_until_they_are_encrypted() {
-        let fixture = Fixture::new().await;
-        let mut watch = watch(&fixture).await;
-        fixture.add_pool("ceph", Vec::new()).await;
-        let (services, me) =
-            (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
-        let vm = fixture.made("web", "encrypted").await;
-        fixture.made("other", "plain").await;
+        let (fixture, mut watch, services, vm) = beside_a_pool().await;
+        let me = Caller::administrator("me");
         watch.round().await.unwrap();
         for vm in ["web", "other"] {
-            move_to_pool(&fixture, &services, vm).await;
+            fixture.move_disks(&services, vm, "ceph").await;
         }
         fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
         let ask = async |messenger| {
@@ -485,7 +480,7 @@ mod tests {
         let services = fixture.services(Recipient::generate().unwrap());
         fixture.agent.set_pools(mirrored(3));
         watch.round().await.unwrap();
-        move_to_pool(&fixture, &services, "web").await;
+        fixture.move_disks(&services, "web", "ceph").await;
         for (copies, alarms) in [(2, &[][..]), (1, &["less-redundant web"]), (3, &[])] {
             fixture.agent.set_pools(mirrored(copies));
             watch.round().await.unwrap();

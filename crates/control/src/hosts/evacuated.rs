@@ -11,8 +11,8 @@
 //!
 //! This holds for VMs that the inventory says were taken from the host, and for no others.
 
-use vmseal_api::host::{HostAgent, JobSpec, Power, PowerOff, SendJob, VmState};
-use vmseal_api::id::{DiskId, HostId, TaskId, VmId};
+use vmseal_api::host::{HostAgent, Power, PowerOff, VmState};
+use vmseal_api::id::{DiskId, HostId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{copies, is_silence, left};
@@ -66,13 +66,7 @@ async fn forget_at(
         Power::Off | Power::Suspended => {}
         Power::Migrating => {
             let disks = disks.iter().map(|disk| disk.id).collect();
-            let job = JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None });
-            // One that is received has no such job, and ends when it is unregistered.
-            if let Err(problem) = agent.commit_job(seen.vm, TaskId::new(), job).await
-                && is_silence(&problem)
-            {
-                return Err(problem);
-            }
+            left::end_processes(agent, seen.vm, disks).await?;
         }
         _ => known(agent.power_off(seen.vm, PowerOff::Force).await)?,
     }

@@ -18,7 +18,8 @@ use vmseal_api::problem::Problem;
 
 use super::{copies, is_silence, registration};
 use crate::locks::Locks;
-use crate::operation::{Operation, SWITCH};
+use crate::operation::Operation;
+use crate::operation::migration::SWITCH;
 use crate::store::{Store, StoreError, disks, tasks, vms};
 use crate::task_alarms;
 
@@ -52,29 +53,24 @@ pub(super) async fn deal_with(
     let disks = disks::of_vm(&mut read, seen.vm).await?;
     let copied = copies::of_migrations(&mut read, &disks, (host, seen)).await?;
     drop(read);
-    let disks = disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
+    let disks: Vec<DiskId> =
+        disks.into_iter().filter(|disk| !disk.detached).map(|disk| disk.id).collect();
     let known = registration::read(store, seen.vm).await?;
     // One that is handed over and being deleted runs at another control plane.
     let is_here = known.is_some_and(|(vm, _)| {
         vm.host == host && !(seen.power == Power::Migrating && vm.lifecycle == Lifecycle::Deleting)
     });
-    let (task, job) =
-        (TaskId::new(), JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None }));
     let done = match (is_here, seen.power) {
-        (true, Power::Migrating) => agent.cancel_job(seen.vm, task, job).await,
+        (true, Power::Migrating) => agent.cancel_job(seen.vm, TaskId::new(), sending(disks)).await,
         (true, _) => return Ok(()),
         (false, Power::Migrating) => {
-            // One that is received has no such job, and ends when it is unregistered.
-            let ended = agent.commit_job(seen.vm, task, job).await;
-            match ended {
-                Err(problem) if is_silence(&problem) => Err(problem),
-                _ => forget(agent, seen.vm, &copied).await,
-            }
+            end_processes(agent, seen.vm, disks).await?;
+            forget(agent, seen.vm, &copied).await
         }
         (false, _) => {
             // One that was sent while it was off has its disks held by the job until that ends.
             let ended = match seen.jobs.iter().find(|job| job.kind == JobKind::Send) {
-                Some(sent) => agent.commit_job(seen.vm, sent.task, job).await,
+                Some(sent) => agent.commit_job(seen.vm, sent.task, sending(disks)).await,
                 None => Ok(()),
             };
             match ended {
@@ -115,6 +111,26 @@ async fn is_undecided(
         }
     }
     Ok(false)
+}
+
+fn sending(disks: Vec<DiskId>) -> JobSpec {
+    JobSpec::Send(SendJob { disks, copies: Vec::new(), begin: None })
+}
+
+/// Has a host end the processes of a VM that is on its way to or from another one, and goes on elsewhere. One that is received has no such
+/// job, and ends when it is unregistered.
+///
+/// # Errors
+/// The host does not answer.
+pub(super) async fn end_processes(
+    agent: &dyn HostAgent,
+    vm: VmId,
+    disks: Vec<DiskId>,
+) -> Result<(), Problem> {
+    match agent.commit_job(vm, TaskId::new(), sending(disks)).await {
+        Err(problem) if is_silence(&problem) => Err(problem),
+        _ => Ok(()),
+    }
 }
 
 /// Has a host forget a VM that is elsewhere, and remove the images that a migration has left there.

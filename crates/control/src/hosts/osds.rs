@@ -11,46 +11,11 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use crate::compliance::{Datastores, is_open};
 use crate::store::datastores::{self, Datastore};
-use crate::store::disks::{Disk, DiskPart};
+use crate::store::disks::Disk;
 use crate::store::policies::Policy;
 
-/// A disk, or its replica, that is not, or would not be, on encrypted OSDs as its policy asks.
-struct Lacking {
-    /// The disk, or its replica.
-    part: DiskPart,
-    /// The datastore.
-    datastore: String,
-    /// What is known of the OSDs, and what may be done.
-    why: String,
-}
-
-/// The first of these disks and their replicas that is not on encrypted OSDs as its policy asks, or of which that is not known. A directory
-/// has no OSDs.
-async fn lacking(
-    from: &mut SqliteConnection,
-    policy: &Policy,
-    disks: &[Disk],
-) -> Result<Option<Lacking>, Problem> {
-    if !policy.needs_encrypted_osds() {
-        return Ok(None);
-    }
-    for disk in disks {
-        for place in disk.places() {
-            let Some(pool) = place.datastore.location.pool() else { continue };
-            let id = place.datastore.datastore.to_string();
-            let known = datastores::find(from, &id).await?;
-            let facts = known.map_or_else(OsdFacts::default, |it| it.osds.facts);
-            if let Some(why) = facts.lacking(place.datastore_name, pool) {
-                let (part, datastore) = (place.part(), place.datastore_name.to_owned());
-                return Ok(Some(Lacking { part, datastore, why }));
-            }
-        }
-    }
-    Ok(None)
-}
-
 /// Refuses disks, and replicas of disks, in pools of Ceph whose OSDs are not encrypted as their policy asks, or of which that is not
-/// known.
+/// known. A directory has no OSDs.
 ///
 /// # Errors
 /// `wrong-state`, with what may be done.
@@ -59,15 +24,25 @@ pub(crate) async fn require(
     policy: &Policy,
     disks: &[Disk],
 ) -> Result<(), Problem> {
-    let Some(Lacking { part, datastore, why }) = lacking(from, policy, disks).await? else {
+    if !policy.needs_encrypted_osds() {
         return Ok(());
-    };
-    let policy = &policy.name;
-    let elsewhere = part.elsewhere(policy);
-    let detail = format!(
-        "policy '{policy}' has disks in pools of Ceph only on encrypted OSDs, and {part} is in datastore '{datastore}': {why}. Otherwise {elsewhere}, or change the policy (vmseal policy set {policy} --osd-encryption any)"
-    );
-    Err(Problem::new(ErrorCode::WrongState, detail))
+    }
+    for disk in disks {
+        for place in disk.places() {
+            let Some(pool) = place.datastore.location.pool() else { continue };
+            let id = place.datastore.datastore.to_string();
+            let known = datastores::find(from, &id).await?;
+            let facts = known.map_or_else(OsdFacts::default, |it| it.osds.facts);
+            let Some(why) = facts.lacking(place.datastore_name, pool) else { continue };
+            let (policy, part, datastore) = (&policy.name, place.part(), place.datastore_name);
+            let elsewhere = part.elsewhere(policy);
+            let detail = format!(
+                "policy '{policy}' has disks in pools of Ceph only on encrypted OSDs, and {part} is in datastore '{datastore}': {why}. Otherwise {elsewhere}, or change the policy (vmseal policy set {policy} --osd-encryption any)"
+            );
+            return Err(Problem::new(ErrorCode::WrongState, detail));
+        }
+    }
+    Ok(())
 }
 
 /// Why disks of VMs that have a policy may not get to a datastore of a host to which they move, for people: for its connections, or its

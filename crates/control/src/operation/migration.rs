@@ -8,6 +8,9 @@ use vmseal_api::id::DiskId;
 /// The name of the step that checks.
 pub(crate) const CHECK: &str = "check";
 
+/// The name of the commit step of a migration, within a control plane and to another one.
+pub(crate) const SWITCH: &str = "switch";
+
 /// What the check of a migration has found, and the steps after it need: its output.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct CheckedMigration {

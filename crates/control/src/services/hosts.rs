@@ -176,7 +176,7 @@ async fn require_none_on_its_way(
     for task in tasks::open(from).await? {
         if matches!(task.operation, Operation::MigrateVm { to, .. } if to == host.id) {
             let detail = format!(
-                "VM '{}' is on its way to host '{}' (task {}): wait for it, or cancel it (vmseal task cancel {})",
+                "VM '{}' is on its way to host '{}' (task {}): wait for it, or cancel it (vmseal task cancel {}); if the host is gone for good, with --force",
                 task.target, host.name, task.id, task.id
             );
             return Err(Problem::new(ErrorCode::InUse, detail));

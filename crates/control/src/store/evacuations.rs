@@ -6,7 +6,8 @@ use vmseal_api::id::{HostId, VmId};
 
 use super::{StoreError, parse, unsigned};
 
-/// Records that a host is to end and forget a VM. `generation` is that of the placement which took it away, or which it was to have had there.
+/// Records that a host is to end and forget a VM. `generation` is that of the placement that took the VM away, or that
+/// the VM was to get at this host.
 pub async fn insert(
     to: &mut SqliteConnection,
     vm: VmId,

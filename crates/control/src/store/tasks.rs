@@ -368,7 +368,7 @@ pub async fn get(from: &mut SqliteConnection, id: &str) -> Result<Option<Task>, 
     Ok(row.map(Task::from))
 }
 
-/// The task that works on a VM; one that changes its power beside another task only when that has ended.
+/// The task that has a VM; else the one that changes its power and began beside a task that has ended.
 pub async fn holding(from: &mut SqliteConnection, vm: VmId) -> Result<Option<Task>, StoreError> {
     match with_claim(from, Claim::Vm(vm)).await? {
         Some(task) => Ok(Some(task)),

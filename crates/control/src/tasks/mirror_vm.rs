@@ -433,10 +433,10 @@ async fn place_now(
 ) -> Result<Option<DatastoreSpec>, StepError> {
     let mut read = run.store().read().await?;
     let known = datastores::find(&mut read, &to.datastore.to_string()).await?;
-    // A host that knows the job has it with the place as it was.
     let Some(known) = known else { return Ok(Some(to.clone())) };
     let now = known.spec_on(vm.host);
     let is_there = now.as_ref().is_some_and(|now| now.location.path() == to.location.path());
+    // A host that knows the job has it with the place as it was.
     Ok(if is_there { Some(to.clone()) } else { now })
 }
 

@@ -205,7 +205,7 @@ async fn forget(run: &Run<'_>) -> Result<(), StepError> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Runs,
-    /// It never will by this task.
+    /// It does not, and this task will not have it run here.
     DoesNot,
 }
 

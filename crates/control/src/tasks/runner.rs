@@ -376,7 +376,7 @@ impl Runner<'_> {
         let mut changes = environment.context.store.changes();
         while !requests.borrow().cancelled {
             changes.mark_unchanged();
-            // Before the look: a step whose task comes to it afterwards waits for this lock.
+            // Locked before looking: a task that comes to such a step afterwards waits for this lock.
             let turn = environment.definitions.try_lock(vm);
             match beside::redefining(&environment.context.store, vm, self.task.id).await {
                 Ok(None) if turn.is_some() => {

@@ -12,7 +12,7 @@ use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, ProviderId, TaskId, Vm
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
 use vmseal_api::redundancy::PoolFacts;
-use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::request::{CreateDisk, CreateVm, MoveVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
@@ -26,7 +26,7 @@ use crate::operation::Operation;
 use crate::providers::Providers;
 use crate::remotes::Remotes;
 use crate::services::caller::Caller;
-use crate::services::{Outcome, Services, create_vm};
+use crate::services::{Outcome, Services, create_vm, mirror};
 use crate::setup::authority::Authority;
 use crate::store::tasks::Task;
 use crate::store::users::Role;
@@ -438,6 +438,15 @@ impl Fixture {
         let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
         self.ends_well(task.id).await;
         self.task(task.id).await.operation.vm().unwrap()
+    }
+
+    /// Has all disks of a VM moved to another datastore.
+    pub async fn move_disks(&self, services: &Services, vm: &str, datastore: &str) {
+        let request = MoveVm { datastore: datastore.to_owned(), disks: Vec::new(), rate: None };
+        let me = Caller::administrator("me");
+        let begun = mirror::move_disks(services, &me, vm, request, false).await;
+        let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+        self.ends_well(task.id).await;
     }
 
     /// The provider of new VMs.

@@ -38,8 +38,8 @@ pub(super) struct CancelQuery {
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     dry_run: bool,
-    /// Only for a migration that waits at the switch for its other host: that is gone for good, and the VM goes on where it was. Never
-    /// while that host may run it.
+    /// Only for a migration that waits at its switch for the other host: that host is gone for good, and the VM goes on where it was. Never
+    /// use it while that host may run the VM.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     force: bool,

@@ -286,10 +286,7 @@ async fn a_guest_goes_only_to_a_host_whose_mount_is_as_its_policy_has_it() {
     let bench = Bench::new().await;
     let fixture = &bench.fixture;
     let vm = fixture.made("web", "encrypted").await;
-    let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
-    let moved = mirror::move_disks(&bench.services, &bench.me, "web", request, false).await;
-    let Ok(Outcome::Done(task)) = moved else { panic!("it does not move") };
-    fixture.ends_well(task.id).await;
+    fixture.move_disks(&bench.services, "web", "ceph").await;
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
     let mut write = fixture.store.write().await.unwrap();
     let there = hosts::find(&mut write, "there").await.unwrap().unwrap().id;

@@ -39,7 +39,8 @@ use super::{
     tell_pace,
 };
 use crate::hosts::keys;
-use crate::operation::{Operation, SWITCH};
+use crate::operation::Operation;
+use crate::operation::migration::SWITCH;
 use crate::remotes::{RemoteControlPlane, Wanted, describe};
 use crate::store::events::NewEvent;
 use crate::store::remotes::Remote;

@@ -324,7 +324,7 @@ pub(in crate::tasks) async fn take_back(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kept {
     Yes,
-    /// It never will by this task.
+    /// It does not, and will not get the VM by this task.
     No,
 }
 

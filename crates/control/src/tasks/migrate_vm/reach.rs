@@ -7,7 +7,7 @@ use tokio::net::lookup_host;
 use tokio::time::timeout;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-/// How long a name may take to be resolved: the usual resolver asks twice, for 5 s each, and a second name server after that.
+/// How long a name may take to be resolved: the usual resolver asks each of two name servers twice, 5 s each.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Where another host connects to, to send a VM to the host of this name, whose agent `listens` there and is called at `agent`.
@@ -37,8 +37,7 @@ pub(crate) async fn reachable(
     }
 }
 
-/// The addresses of a host's name, the first of them first. Those of this machine alone are none: another host would connect to
-/// itself.
+/// The addresses of a host's name, in the resolver's order. Loopback addresses are left out: another host would connect to itself.
 async fn resolved(host: &str, name: &str) -> Result<Vec<IpAddr>, Problem> {
     let failed = |why: &dyn std::fmt::Display| {
         let detail = format!(

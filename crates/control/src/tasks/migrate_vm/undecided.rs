@@ -19,7 +19,7 @@ use crate::tasks::step::Awaited;
 /// What the destination says of the guest.
 enum Answer {
     Runs,
-    /// It never will by this task.
+    /// It does not, and this task will not have it run there.
     DoesNotRun,
     /// It says neither.
     Unknown(Problem),
@@ -59,7 +59,7 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Answer {
         Ok(()) => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::NotFound => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::WrongState => {
-            // So does one that has rebooted say, and cannot look at the datastore of its copies.
+            // A host that has rebooted without the datastore of its copies answers the same, and does not list the VM.
             match run.host_state(ends.to, None).await {
                 Ok(state) if state_of(&state, run.vm_id).is_some() => Answer::Runs,
                 Ok(_) => Answer::Unknown(problem),

@@ -224,6 +224,25 @@ async fn a_vm_is_not_started_with_images_that_its_host_uses_no_more() {
     }
 }
 
+/// The test holds the lock that a step of a start holds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_is_used_only_after_the_step_of_a_start_that_is_being_done() {
+    let kind = Mirror { what: What::Encrypt, runs: false, in_place: false };
+    let fixture = Fixture::new().await;
+    let vm = kind.before(&fixture).await;
+    let commits = fixture.calls(Call::CommitJob);
+    let step_of_start = fixture.engine.environment.definitions.lock(vm).await;
+    let (_, task) = Kind::Mirror(kind).begin(&fixture, Some(vm)).await;
+    let at_switch = async || (fixture.task(task).await.step == "switch").then_some(());
+    fixture.eventually("the copy is to be used", at_switch).await;
+    let early = tokio::time::timeout(WATCHED, fixture.ended(task)).await;
+    assert!(early.is_err(), "it did not wait: {early:?}");
+    assert_eq!(fixture.calls(Call::CommitJob), commits, "the host was told to use the copy");
+    drop(step_of_start);
+    fixture.ends_well(task).await;
+    kind.assert_done(&fixture, vm, "after a step of a start").await;
+}
+
 /// Waits until a start is shown to wait for another task.
 async fn waits_for(fixture: &Fixture, started: TaskId, task: TaskId) {
     let shown = async || {
@@ -469,7 +488,7 @@ async fn tasks_that_need_the_power_as_it_is_keep_it_and_say_how_to_end_them() {
 
 /// A guest that is asked to shut down while its disks are moved has its VM to itself when the move has ended first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_that_outlives_the_copy_beside_it_has_the_vm() {
+async fn a_stop_that_outlives_the_copy_beside_it_keeps_other_tasks_away() {
     let fixture = Fixture::new().await;
     fixture.agent.set_heeds_shutdown(false);
     let (vm, task) = in_the_middle(mirror(What::Move, true), &fixture).await;
@@ -488,7 +507,7 @@ async fn a_stop_that_outlives_the_copy_beside_it_has_the_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dry_runs_beside_a_backup_are_answered_as_the_rest() {
+async fn a_dry_run_beside_a_backup_answers_as_the_request_does() {
     let fixture = Fixture::new().await;
     let (_, task) = in_the_middle(Kind::Backup(Backup::Create), &fixture).await;
     let services = fixture.services(Recipient::generate().unwrap());

@@ -15,6 +15,14 @@ use crate::store::{hosts, placements};
 /// Much longer than a step is retried here.
 const AWAY: Duration = Duration::from_millis(300);
 
+/// More calls than a host gets in a test.
+const CALLS: u32 = 5000;
+
+/// All calls of this kind fail from now on.
+fn always(agent: &SimulatedHost, call: Call, fault: HostFault) {
+    (1..=CALLS).for_each(|nth| agent.inject(call, nth, fault));
+}
+
 /// When the other host falls silent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Silent {
@@ -225,9 +233,7 @@ async fn a_host_that_was_given_up_decides_nothing_after_a_crash() {
     let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
     bench.fixture.eventually("the server ends", crashed).await;
     // Its guest is not ended before the task goes on.
-    for nth in 1..=5000 {
-        bench.there.inject(Call::PowerOff, nth, HostFault::Refuse(ErrorCode::Internal));
-    }
+    always(&bench.there, Call::PowerOff, HostFault::Refuse(ErrorCode::Internal));
     bench.there.set_reachable(true);
     bench.fixture.restart(|_| {}).await;
     let ended = bench.fixture.ended(bench.task).await;
@@ -248,9 +254,7 @@ async fn a_host_that_answers_and_cannot_decide_is_given_up_by_an_operator() {
     let bench = Bench::new(Disks::Copied, Silent::Before, "it cannot decide").await;
     bench.cancel().await;
     bench.there.restart();
-    for nth in 1..=5000 {
-        bench.there.inject(Call::CancelJob, nth, HostFault::Refuse(ErrorCode::WrongState));
-    }
+    always(&bench.there, Call::CancelJob, HostFault::Refuse(ErrorCode::WrongState));
     bench.come_back().await;
     let (fixture, vm) = (&bench.fixture, bench.vm);
     let answers = async || fixture.hosts.connected(bench.to).is_ok().then_some(());
@@ -286,9 +290,7 @@ async fn only_a_switch_whose_host_does_not_answer_is_given_up() {
     assert!(refused(task).await.contains("has ended"));
     // At the switch, while the host is there.
     fixture.agent.set_work(Duration::ZERO);
-    for nth in 1..=5000 {
-        there.inject(Call::CommitJob, nth, HostFault::LoseRequest);
-    }
+    always(&there, Call::CommitJob, HostFault::LoseRequest);
     let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
     let at_switch = async || (fixture.task(task).await.step == "switch").then_some(());
     fixture.eventually("it is at the switch", at_switch).await;
