@@ -115,7 +115,7 @@ impl Gate {
     }
 }
 
-/// What a copy says that is asked to stop.
+/// The problem of a copy that was asked to stop.
 #[must_use]
 pub fn stopped() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the copy is stopped")

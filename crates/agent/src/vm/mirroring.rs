@@ -407,7 +407,7 @@ pub struct FormerSource {
     pub disk: DiskSpec,
     /// The VM's KEK, where it is here.
     pub kek: Option<SecretBytes>,
-    /// Whether the guest runs, to which the storage is left in turns; it may start and go off meanwhile.
+    /// Whether the guest runs: then it and the removal take turns at the storage. It may start or stop meanwhile.
     pub guest_runs: Arc<AtomicBool>,
 }
 

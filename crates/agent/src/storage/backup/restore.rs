@@ -5,8 +5,8 @@
 //!  made ─► filled by a filter ─► compared with its sums ─► room ─► opened, flushed ─► named
 //!     └──────── whatever dies before the name: it is removed, and another attempt makes it anew
 //! ```
-//! Room is taken there only of a pool, and of a preallocated disk: zeroes are written where the backup has none ([`preallocation`]). In a
-//! directory it is taken when the image is made.
+//! Room is taken at that point only for a preallocated disk on a pool: zeroes are written where the backup has no data
+//! ([`preallocation`]). In a directory it is taken when the image is made.
 //!
 //! Of a backup of another VM each image gets a header of its own in the place of the one that came with it: a header is of one disk, whose
 //! id is in its codes. The data stays as it is, and so does its key (DEK): the header says that others may have that.

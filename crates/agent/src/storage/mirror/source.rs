@@ -38,8 +38,8 @@ const PIECE: usize = 4 << 20;
 /// to its pace, and can be cancelled.
 const OVERWRITE_PIECE: usize = 1 << 20;
 
-/// How long nothing is overwritten after a piece while the guest runs, as a multiple of what the piece took: the guest has half of the
-/// storage's time at least, however fast that is.
+/// How long nothing is overwritten after a piece while the guest runs, as a multiple of what the piece took: the guest has half of
+/// the storage's time, unless a piece takes longer than [`REST_MAX`].
 const REST: u32 = 1;
 
 /// The longest of these rests: a cancelled removal, or one with another pace, does not wait longer for its end.

@@ -5,7 +5,7 @@
 //!                   └──────────── by filters that serve nobody, beside the guest ───────────┘           │
 //!                                             the guest's filter, or one of its own, copies the active layer, and pivots
 //! ```
-//! Room is taken here only of a pool, where zeroes are written for it, and for a preallocated image. Each file of the copy has what its
+//! Room is taken here only for a preallocated image on a pool, where zeroes are written for it. Each file of the copy has what its
 //! original has, decrypted and encrypted anew, and nothing else: so it is as sparse, and a snapshot keeps in the copy what it keeps in
 //! the disk.
 
