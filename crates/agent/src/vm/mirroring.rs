@@ -444,7 +444,7 @@ async fn remove_when_free(
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let FormerSource { spec, disk, kek, guest_runs } = &*of;
-            let speed = Speed { gate: &at, guest_runs };
+            let speed = Speed { gate: &at, guest_runs, sleep: &std::thread::sleep };
             // One that was converted in its file gets its name.
             let former = in_place::settle(spec, disk).and_then(|()| {
                 source::remove(spec, disk, kek.as_ref(), &mut removed, progress, speed)

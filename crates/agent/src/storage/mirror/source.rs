@@ -59,6 +59,8 @@ pub struct Speed<'a> {
     pub gate: &'a Gate,
     /// Whether the VM's guest runs now, with which the storage is shared.
     pub guest_runs: &'a AtomicBool,
+    /// Sleeps for so long; tests count that.
+    pub sleep: &'a dyn Fn(Duration),
 }
 
 impl Speed<'_> {
@@ -69,7 +71,7 @@ impl Speed<'_> {
 
     /// Leaves the storage to the guest after a piece that took so long.
     fn rest(self, took: Duration) {
-        std::thread::sleep(self.rest_after(took));
+        (self.sleep)(self.rest_after(took));
     }
 
     /// How long that is.
