@@ -98,7 +98,8 @@ pub async fn run(
 const MIGRATION_PORT: u16 = 8446;
 
 /// Where running VMs of other hosts are received, unless an operator says otherwise: at the address of the agent. If that is a name, at
-/// all addresses: this machine may have another one by that name for itself than it has for the server, which resolves it then.
+/// all addresses: on this machine the name may stand for another address (127.0.1.1, for example) than on the server, which resolves it
+/// for the source.
 async fn migration_address(agent: &str) -> SocketAddr {
     let ip = match agent.parse::<SocketAddr>() {
         Ok(address) => address.ip(),

@@ -303,7 +303,7 @@ struct AgentState {
     /// The keys of pools, by where these are mounted.
     pool_keys: BTreeMap<PathBuf, SecretBytes>,
     works: u64,
-    /// The VMs whose guests run before a call that ends their start is done.
+    /// VMs whose guests run just before the call that ends their start.
     starts_first: BTreeSet<VmId>,
     /// Turns true when the agent ends: calls that wait then fail.
     ended: watch::Sender<bool>,

@@ -378,9 +378,9 @@ fn begin(new_disk: &NewDisk, home: &Home, image: Option<&Image>) -> Result<Attem
     Ok(Attempt::Begun(Begun { file, facts: to_api(&facts), key: Some(dek), from: 0 }))
 }
 
-/// Begins a disk that reads as zeroes and will be written whole, zeroes too: its half-made image with its lock, its facts and its DEK. One
-/// that is to have its room has all of it in a directory, and that of its header on a pool, which gives the rest as it is written: the host
-/// that sends the disk waits for this. Blocks.
+/// Begins a disk that reads as zeroes and will be written whole, zeroes too: its half-made image with its lock, its facts and its DEK. A
+/// preallocated one gets all of its room now in a directory. On a pool it gets that of its header now and the rest as it is written,
+/// because the host that sends the disk waits for this call. Blocks.
 ///
 /// # Errors
 /// As [`create`].

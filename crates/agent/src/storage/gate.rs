@@ -1,10 +1,11 @@
 //! The pace that is wanted at the moment of what copies a disk and serves no guest: work of the agent itself waits here, and
 //! filters are told ([`Told`]).
 
+use std::pin::pin;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -102,6 +103,25 @@ impl Gate {
         }
     }
 
+    /// Waits for `work`, which passes here, unless it is `asked` to stop: then this is closed, and the work has ended when this returns none.
+    pub async fn close_when<T>(
+        &self,
+        asked: impl Future<Output = ()>,
+        work: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut work = pin!(work);
+        tokio::select! {
+            // A step that has just ended is no reason to begin the next one.
+            biased;
+            () = asked => {}
+            done = &mut work => return Some(done),
+        }
+        // A thread may write, or wait here.
+        self.close();
+        work.await;
+        None
+    }
+
     /// Waits until the pace is set again.
     pub async fn changed(&self) {
         self.notify.notified().await;
@@ -115,10 +135,17 @@ impl Gate {
     }
 }
 
-/// What a copy says that is asked to stop.
+/// The problem of a copy that was asked to stop.
 #[must_use]
 pub fn stopped() -> Problem {
     Problem::new(ErrorCode::Cancelled, "the copy is stopped")
+}
+
+/// Waits until it is asked to stop. A sender that is gone has asked for nothing.
+pub async fn asked(cancelled: oneshot::Receiver<()>) {
+    if cancelled.await.is_err() {
+        std::future::pending::<()>().await;
+    }
 }
 
 /// What a filter was told of the pace of a gate.
@@ -157,9 +184,18 @@ impl<'a> Told<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::{pending, ready};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
+    use tokio::task::{spawn_blocking, yield_now};
+    use tokio::time::timeout;
+
     use super::*;
+
+    /// How long a stop may take to be noticed.
+    const STOPS_WITHIN: Duration = Duration::from_secs(30);
 
     /// How long nothing may happen that must not: too short, it only lets the test pass wrongly.
     const QUIET: Duration = Duration::from_millis(200);
@@ -194,5 +230,39 @@ mod tests {
             gate.set(CopyPace::default());
             waits.join().unwrap().unwrap();
         });
+    }
+
+    #[tokio::test]
+    async fn work_has_ended_when_it_is_asked_to_stop() {
+        let gate = Arc::new(Gate::new(CopyPace { paused: true, bytes_per_second: None }));
+        let ended = Arc::new(AtomicBool::new(false));
+        let (passes, ends) = (Arc::clone(&gate), Arc::clone(&ended));
+        let work = spawn_blocking(move || {
+            let passed = passes.pass(1);
+            ends.store(true, Ordering::Relaxed);
+            passed
+        });
+        let done = timeout(STOPS_WITHIN, gate.close_when(yield_now(), work)).await;
+        // A thread that is left would hold up the end of the test.
+        gate.close();
+        assert!(done.unwrap().is_none());
+        assert!(ended.load(Ordering::Relaxed));
+    }
+
+    #[tokio::test]
+    async fn what_is_done_closes_nothing_and_to_be_asked_comes_first() {
+        let gate = Gate::new(CopyPace::default());
+        assert_eq!(gate.close_when(pending(), ready(7)).await, Some(7));
+        assert!(!gate.is_closed());
+        // Neither does one that ends without a word.
+        let (sender, cancelled) = oneshot::channel();
+        drop(sender);
+        let work = async {
+            yield_now().await;
+            7
+        };
+        assert_eq!(gate.close_when(asked(cancelled), work).await, Some(7));
+        assert_eq!(gate.close_when(ready(()), ready(7)).await, None);
+        assert!(gate.is_closed());
     }
 }

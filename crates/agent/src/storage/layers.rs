@@ -176,7 +176,7 @@ impl Layers {
         sorted
     }
 
-    /// The layers that none is above of: with what is below each of them these are all.
+    /// The layers that no other layer stands on; with those below them these are all layers.
     #[must_use]
     pub fn uppermost(&self) -> Vec<LayerId> {
         let is_below = |layer: LayerId| self.layers.iter().any(|it| it.below == Some(layer));

@@ -74,7 +74,7 @@ pub struct MemoryReader {
     vm: String,
 }
 
-/// Why a file that is called as a snapshot's memory is not taken for it.
+/// Why a file with the name of a snapshot's memory is not used as one.
 #[derive(Debug, thiserror::Error)]
 pub enum KeptError {
     /// A link, a pipe, a directory.

@@ -11,8 +11,8 @@
 //! Only what has no data yet is written for room, and what is there stays as it is.
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use tokio::task::spawn_blocking;
@@ -21,8 +21,9 @@ use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use crate::storage::builder::{internal, is_preallocated};
-use crate::storage::gate::{Gate, stopped};
+use crate::storage::gate::Gate;
 use crate::storage::home::Home;
+use crate::storage::mirror::source::next_data;
 
 /// How much room is taken at a time, in bytes: progress is shown, and a stop noticed, after each of these.
 const STEP: u64 = 64 << 20;
@@ -65,32 +66,19 @@ impl Room {
 
     /// Takes that of one part when `gate` lets it. Blocks.
     fn step(&self, gate: &Gate, part: Range<u64>) -> Result<(), Problem> {
-        gate.pass(part.end - part.start)?;
+        // What has data is not written, and its writing was held to the rate before. The gate is asked also where all has data: it may be
+        // closed, or paused.
+        gate.pass(holes(&self.image, &part).map_err(internal)?)?;
         self.home.allocate(self.disk, &self.image, part)
     }
 
-    /// Takes it as fast as `gate` lets it. `show` gets how many bytes have their room, and the total. What was taken by an attempt before this
-    /// one is passed over. Blocks.
+    /// Takes it as fast as `gate` lets it, by other threads: nothing is written any more when this has returned. `show` gets how many bytes
+    /// have their room, and the total. What was taken by an attempt before this one is passed over.
     ///
     /// # Errors
     /// `no-space`; `cancelled` when the gate is closed.
-    pub fn take(&self, gate: &Gate, show: impl Fn(u64, u64)) -> Result<(), Problem> {
-        let total = self.length()?;
-        for part in steps(total) {
-            let done = part.end;
-            self.step(gate, part)?;
-            show(done, total);
-        }
-        Ok(())
-    }
-
-    /// The same by other threads, unless it is `asked` to stop: then the gate is closed. When this returns, nothing is written any more.
-    ///
-    /// # Errors
-    /// As [`Room::take`].
-    pub async fn take_unless(
+    pub async fn take(
         self,
-        mut asked: Pin<&mut (impl Future<Output = ()> + Send)>,
         gate: &Arc<Gate>,
         show: impl Fn(u64, u64) + Send,
     ) -> Result<(), Problem> {
@@ -98,34 +86,30 @@ impl Room {
         let this = Arc::new(self);
         for part in steps(total) {
             let (room, passes, done) = (Arc::clone(&this), Arc::clone(gate), part.end);
-            let mut step = spawn_blocking(move || room.step(&passes, part));
-            tokio::select! {
-                // A step that has just ended is no reason to begin the next one.
-                biased;
-                () = asked.as_mut() => {
-                    // It may wait there.
-                    gate.close();
-                    let _ = (&mut step).await;
-                    return Err(stopped());
-                }
-                taken = &mut step => taken.map_err(internal)??,
-            }
+            spawn_blocking(move || room.step(&passes, part)).await.map_err(internal)??;
             show(done, total);
         }
         Ok(())
     }
 }
 
+/// How many bytes of a part of a file have no data, as far as its file system says.
+fn holes(file: &File, part: &Range<u64>) -> io::Result<u64> {
+    let (mut at, mut left) = (part.start, part.end - part.start);
+    while let Some(data) = next_data(file, at, part.end)? {
+        left -= data.end - data.start;
+        at = data.end;
+    }
+    Ok(left)
+}
+
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
-    use std::future::pending;
     use std::os::unix::fs::{FileExt, MetadataExt};
     use std::pin::pin;
     use std::sync::Mutex;
     use std::time::Duration;
 
-    use tokio::sync::Notify;
     use tokio::time::timeout;
     use vmseal_api::host::{Allocation, DatastoreSpec};
     use vmseal_api::id::{DatastoreId, VmId};
@@ -138,7 +122,7 @@ mod tests {
     /// More than one step.
     const LENGTH: u64 = STEP + 4096;
 
-    /// How long a stop may take to be noticed.
+    /// How long a stop may take to be noticed, or what waits for nothing.
     const STOPS_WITHIN: Duration = Duration::from_secs(30);
 
     /// An image without any room.
@@ -180,21 +164,30 @@ mod tests {
         assert_eq!(steps(LENGTH).collect::<Vec<_>>(), [0..STEP, STEP..LENGTH]);
     }
 
-    #[test]
-    fn room_is_taken_step_by_step_as_far_as_it_is_not_stopped() {
+    #[tokio::test]
+    async fn room_is_taken_step_by_step_as_far_as_it_is_not_stopped() {
         let directory = tempfile::tempdir().unwrap();
         let room = image(&directory);
-        let gate = Gate::new(CopyPace::default());
+        let (home, disk) = (room.home.clone(), room.disk);
+        let file = room.image.try_clone().unwrap();
+        let gate = Arc::new(Gate::new(CopyPace::default()));
+        let shown = Mutex::new(Vec::new());
         // It is closed after the first step.
-        let stopped = room.take(&gate, |_, _| gate.close()).unwrap_err();
+        let show = |done, all| {
+            shown.lock().unwrap().push((done, all));
+            gate.close();
+        };
+        let stopped = room.take(&gate, show).await.unwrap_err();
         assert_eq!(stopped.code, ErrorCode::Cancelled, "{stopped}");
-        assert!(taken(&room.image) >= STEP, "{}", taken(&room.image));
+        assert_eq!(*shown.lock().unwrap(), [(STEP, LENGTH)]);
+        assert!(taken(&file) >= STEP, "{}", taken(&file));
         // Another attempt begins anew, and keeps what there is.
-        let shown = RefCell::new(Vec::new());
-        let gate = Gate::new(CopyPace::default());
-        room.take(&gate, |done, all| shown.borrow_mut().push((done, all))).unwrap();
-        assert_eq!(shown.into_inner(), [(STEP, LENGTH), (LENGTH, LENGTH)]);
-        assert!(taken(&room.image) >= LENGTH, "{}", taken(&room.image));
+        let room = Room { home, disk, image: file.try_clone().unwrap() };
+        let shown = Mutex::new(Vec::new());
+        let gate = Arc::new(Gate::new(CopyPace::default()));
+        room.take(&gate, |done, all| shown.lock().unwrap().push((done, all))).await.unwrap();
+        assert_eq!(*shown.lock().unwrap(), [(STEP, LENGTH), (LENGTH, LENGTH)]);
+        assert!(taken(&file) >= LENGTH, "{}", taken(&file));
     }
 
     #[tokio::test]
@@ -206,7 +199,7 @@ mod tests {
         let gate = Arc::new(Gate::new(CopyPace::default()));
         let shown = Mutex::new(Vec::new());
         let show = |done, all| shown.lock().unwrap().push((done, all));
-        room.take_unless(pin!(pending()), &gate, show).await.unwrap();
+        room.take(&gate, show).await.unwrap();
         assert_eq!(*shown.lock().unwrap(), [(STEP, LENGTH), (LENGTH, LENGTH)]);
         assert!(taken(&file) >= LENGTH, "{}", taken(&file));
         let mut read = [0; 8];
@@ -215,31 +208,37 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_step_follows_when_it_is_asked_to_stop() {
-        let directory = tempfile::tempdir().unwrap();
-        let room = image(&directory);
-        let gate = Arc::new(Gate::new(CopyPace::default()));
-        let (ask, shown) = (Notify::new(), Mutex::new(Vec::new()));
-        let show = |done, _| {
-            shown.lock().unwrap().push(done);
-            ask.notify_one();
-        };
-        let ended = room.take_unless(pin!(ask.notified()), &gate, show).await;
-        assert_eq!(ended.unwrap_err().code, ErrorCode::Cancelled);
-        assert_eq!(*shown.lock().unwrap(), [STEP]);
-    }
-
-    #[tokio::test]
-    async fn what_is_paused_ends_when_it_is_asked_to_stop() {
+    async fn what_is_paused_ends_with_its_gate() {
         let directory = tempfile::tempdir().unwrap();
         let room = image(&directory);
         let file = room.image.try_clone().unwrap();
         let gate = Arc::new(Gate::new(CopyPace { paused: true, bytes_per_second: None }));
-        let asked = pin!(tokio::task::yield_now());
-        let ended = timeout(STOPS_WITHIN, room.take_unless(asked, &gate, |_, _| {})).await;
-        // A thread that is left would hold up the end of the test.
-        gate.close();
+        let mut taking = pin!(room.take(&gate, |_, _| {}));
+        tokio::select! {
+            biased;
+            ended = &mut taking => panic!("{ended:?}"),
+            () = tokio::task::yield_now() => gate.close(),
+        }
+        let ended = timeout(STOPS_WITHIN, taking).await;
         assert_eq!(ended.unwrap().unwrap_err().code, ErrorCode::Cancelled);
         assert!(taken(&file) < STEP, "{}", taken(&file));
+    }
+
+    #[tokio::test]
+    async fn what_has_data_does_not_wait_for_the_rate_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let room = image(&directory);
+        let data = 0..1 << 20;
+        room.image.write_all_at(&vec![1; 1 << 20], 0).unwrap();
+        assert_eq!(holes(&room.image, &data).unwrap(), 0);
+        assert_eq!(holes(&room.image, &(STEP..LENGTH)).unwrap(), LENGTH - STEP);
+        // Days for this much.
+        let gate = Arc::new(Gate::new(CopyPace { paused: false, bytes_per_second: Some(1) }));
+        let passes = Arc::clone(&gate);
+        let twice = move || (0..2).try_for_each(|_| room.step(&passes, data.clone()));
+        let ended = timeout(STOPS_WITHIN, spawn_blocking(twice)).await;
+        // A thread that is left would hold up the end of the test.
+        gate.close();
+        ended.unwrap().unwrap().unwrap();
     }
 }

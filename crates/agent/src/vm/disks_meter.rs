@@ -1,4 +1,4 @@
-//! How the disks of a VM are sent that another host gets copies of.
+//! How the copies of a VM's disks are sent to another host.
 //!
 //! ```text
 //!  begin ── bytes, in milliseconds ──► the memory follows ── later bytes: what the guest has changed ──► all is sent
@@ -80,7 +80,7 @@ fn sent(carried: u64, took: Duration, before: Option<(u64, Duration)>) -> DisksS
     DisksSent { bytes, milliseconds, later_bytes: carried.saturating_sub(bytes) }
 }
 
-/// How fast something is of late that is counted.
+/// How fast a counter has grown of late.
 pub struct Rate {
     since: Instant,
     before: u64,

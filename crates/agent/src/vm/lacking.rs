@@ -27,9 +27,9 @@ pub fn sizes<'a>(disks: impl IntoIterator<Item = &'a DiskSpec>) -> Sizes {
     disks.into_iter().map(|disk| (disk.disk, disk.size)).collect()
 }
 
-/// Tells when copies are as good as complete, by what they lack together at each look. That is little. A filter slows a guest only
-/// until a pivot may take what is left ([`vmseal_api::filter::slowed_bytes`]), and not at all for chunks that change too fast to be
-/// clean at any time. So when less has not been left for a while, what pivots may take is little enough.
+/// Tells when copies are as good as complete: when they lack little together. But a filter slows a guest only until a pivot may take
+/// what is left ([`vmseal_api::filter::slowed_bytes`]), and not at all for chunks that change too fast to be clean at any time. So when
+/// they have come no closer for a while, what pivots may take is enough.
 pub struct Nearing {
     /// What is little, in bytes.
     ready: u64,

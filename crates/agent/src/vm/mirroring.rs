@@ -407,7 +407,7 @@ pub struct FormerSource {
     pub disk: DiskSpec,
     /// The VM's KEK, where it is here.
     pub kek: Option<SecretBytes>,
-    /// Whether the guest runs, to which the storage is left in turns; it may start and go off meanwhile.
+    /// Whether the guest runs: then it and the removal take turns at the storage. It may start or stop meanwhile.
     pub guest_runs: Arc<AtomicBool>,
 }
 
@@ -444,7 +444,7 @@ async fn remove_when_free(
         let work = move || {
             let progress = |done, total| show.progress(Report::Progress(done, total));
             let FormerSource { spec, disk, kek, guest_runs } = &*of;
-            let speed = Speed { gate: &at, guest_runs };
+            let speed = Speed { gate: &at, guest_runs, sleep: &std::thread::sleep };
             // One that was converted in its file gets its name.
             let former = in_place::settle(spec, disk).and_then(|()| {
                 source::remove(spec, disk, kek.as_ref(), &mut removed, progress, speed)

@@ -236,7 +236,7 @@ impl Owner {
         self.sweep_memory().await;
         self.find_panics().await;
         self.tell_received();
-        // Before the first call: what an operator freezes then would be thawed.
+        // Before the first call, so that freezing is reserved: else an operator's freeze would be thawed.
         self.go_on_thawing();
         self.publish();
         let mut care = tokio::time::interval(CHECK_INTERVAL);

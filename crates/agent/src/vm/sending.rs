@@ -229,7 +229,7 @@ async fn send_over(
         Some(copies) => {
             let mut meter = link.disks_meter();
             let disks = copy_disks(copies, guest.migration, &mut link, (&report, &meter)).await?;
-            // What the other host needs to start QEMU is no time of theirs.
+            // The disks' time ends here: the start of QEMU at the other host does not count.
             meter.memory_follows();
             (Some(Box::new(disks)), Some(meter))
         }

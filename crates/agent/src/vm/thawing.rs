@@ -27,7 +27,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub struct Thawing {
     attempt: Option<Attempt>,
-    /// What the last attempt has failed for; none before the first one has.
+    /// Why the last attempt failed; none before the first failure.
     failed: Option<Failed>,
 }
 

@@ -2,6 +2,7 @@
 //! copy, where zeroes are written for it; its image, and its layers but the active one, each by a filter that serves nobody, beside the
 //! guest's.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use super::internal;
 use super::merging::with_filter;
 use super::report::{Progress, Report};
 use crate::storage::builder::DiskBuilder;
-use crate::storage::gate::stopped;
+use crate::storage::gate::{asked, stopped};
 use crate::storage::mirror::tree::{self, FileBeside, Part, ToNote};
 
 /// A disk whose layers are to be copied.
@@ -41,28 +42,14 @@ impl TreeCopying {
         cancelled: oneshot::Receiver<()>,
     ) -> Result<(), Problem> {
         let (this, show) = (Arc::new(self), Arc::new(show));
-        let asked = async {
-            // A sender that is gone has asked for nothing.
-            if cancelled.await.is_err() {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::pin!(asked);
+        let mut asked = pin!(asked(cancelled));
         let beside = async {
             sleep(pause).await;
             this.copy_beside(&show).await?;
             this.take_room(&show).await
         };
-        tokio::pin!(beside);
-        tokio::select! {
-            copied = &mut beside => copied?,
-            () = &mut asked => {
-                // A thread writes, which notices that, and ends.
-                this.builder.gate.close();
-                let _ = beside.await;
-                return Err(stopped());
-            }
-        }
+        let copied = this.builder.gate.close_when(asked.as_mut(), beside).await;
+        copied.unwrap_or_else(|| Err(stopped()))?;
         let copied = tokio::select! {
             copied = this.copy_layers(&show) => copied,
             () = &mut asked => Err(stopped()),
@@ -109,13 +96,11 @@ impl TreeCopying {
     async fn take_room(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {
         // A filter of an earlier attempt would write the image, too.
         self.builder.directory.sweep().await.map_err(internal)?;
-        let (of, show) = (Arc::clone(self), Arc::clone(show));
-        let take = move || {
-            let Some(room) = tree::next_room(&of.spec, &of.disk)? else { return Ok(()) };
-            let progress = of.progress_at(room.place(), &show);
-            room.take(&of.builder.gate, progress)
-        };
-        spawn_blocking(take).await.map_err(internal)?
+        let of = Arc::clone(self);
+        let next = move || tree::next_room(&of.spec, &of.disk);
+        let Some(room) = spawn_blocking(next).await.map_err(internal)?? else { return Ok(()) };
+        let progress = self.progress_at(room.place(), show);
+        room.take(&self.builder.gate, progress).await
     }
 
     async fn copy_layers(self: &Arc<Self>, show: &Arc<Progress>) -> Result<(), Problem> {

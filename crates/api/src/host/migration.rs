@@ -174,14 +174,14 @@ impl ReceiveJob {
 pub struct MigrationProgress {
     /// How often the memory was gone through.
     pub passes: u64,
-    /// What is left to send of the memory, in bytes; before that is sent, what the copies of disks lack.
+    /// What is left to send of the memory, in bytes; in phase `disks`, what the copies of disks lack.
     pub remaining: u64,
-    /// What has been sent of the memory, in bytes; before that is sent, what has been copied of the disks. Their holes do not count.
+    /// What has been sent of the memory, in bytes; in phase `disks`, what has been copied of the disks. Their holes do not count.
     pub sent: u64,
-    /// How much memory the guest changes, in bytes a second, as QEMU measures it; before that is sent, how much the guest writes to the
+    /// How much memory the guest changes, in bytes a second, as QEMU measures it; in phase `disks`, how much the guest writes to the
     /// disks that are copied. Earlier agents do not say the latter.
     pub dirty_rate: u64,
-    /// How fast QEMU sends, in bytes a second; before that, how fast disks are sent. Earlier agents do not say the latter.
+    /// How fast QEMU sends, in bytes a second; in phase `disks`, how fast disks are sent. Earlier agents do not say the latter.
     pub rate: u64,
     /// How long the guest would stand still now, in milliseconds; after the switch-over, how long QEMU says that it did.
     pub downtime_milliseconds: u64,

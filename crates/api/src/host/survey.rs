@@ -32,8 +32,8 @@ pub struct FoundVm {
     /// [`SURVEY_MEMORIES`](super::version::SURVEY_MEMORIES) do not tell.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memories: Vec<KeptMemory>,
-    /// The files here that are called as memories of these snapshots, and could not be read or are none: it is not known whether these
-    /// snapshots keep memory.
+    /// Files here that have the names of these snapshots' memories, and cannot be read or are no such memories: it is not known whether
+    /// these snapshots keep memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unusable_memories: Vec<UnusableMemory>,
 }

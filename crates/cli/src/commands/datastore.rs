@@ -36,7 +36,7 @@ pub async fn run(
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("datastores", &request).await?);
             }
-            // What new pools risk is said by plans alone.
+            // Only a plan says what new pools risk.
             if request.location.pool().is_some_and(|pool| pool.create.is_some()) {
                 plan::warn(&server.try_post("datastores", &request).await?);
             }

@@ -77,7 +77,7 @@ pub async fn run(
             if dry_run.dry_run {
                 return plan::show(output, &server.try_post("policies", &request).await?);
             }
-            // What may turn out to be too much is said by plans alone.
+            // Only a plan says what hosts may lack of the CPU model, and what the failures to tolerate risk.
             if request.cpu_model.is_some() || request.redundancy.failures > 0 {
                 plan::warn(&server.try_post("policies", &request).await?);
             }

@@ -10,6 +10,7 @@ use vmseal_api::filter::{
     DiskActivity, DiskCounters, DiskFigures, DiskFile, DiskStatus, DiskWaits, LatencyFigures,
 };
 use vmseal_api::id::DiskId;
+use vmseal_log::Seldom;
 
 use crate::disk::pacing::{Paced, WorkPace};
 use crate::layers;
@@ -22,9 +23,6 @@ use crate::stack::flight::Flight;
 use crate::stack::layer::Layer;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::tally::Tally;
-
-/// The shortest time between two log lines of a disk about errors that a guest can cause at will.
-const LOG_EVERY: Duration = Duration::from_secs(5);
 
 /// The counters of one queue. Only its own thread writes; a cache line of its own.
 #[derive(Debug, Default)]
@@ -73,7 +71,11 @@ impl Counters {
 pub struct DiskState {
     disk: DiskId,
     activity: Mutex<DiskActivity>,
-    last_error: Mutex<ErrorLog>,
+    last_error: Mutex<Option<String>>,
+    /// When failed requests are logged: a guest can cause them at will.
+    failed: Seldom,
+    /// The same for queues that a guest breaks: it can set one up again and break it again as fast as it likes.
+    broken: Seldom,
     queues: Vec<Counters>,
     /// By queue: what a guest has asked there and is in flight.
     flights: Mutex<BTreeMap<usize, Arc<Flight>>>,
@@ -109,16 +111,6 @@ impl fmt::Debug for FrontEnd {
 /// Tells a VMM that the disk has another size than before.
 pub type Announce = Box<dyn Fn() -> io::Result<()> + Send>;
 
-#[derive(Debug, Default)]
-struct ErrorLog {
-    message: Option<String>,
-    logged: Option<Instant>,
-    /// Of queues that a guest breaks: it can set one up again and break it again as fast as it likes.
-    broken_logged: Option<Instant>,
-    /// How many broken queues have not been logged yet.
-    broken: u64,
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -131,6 +123,8 @@ impl DiskState {
             disk,
             activity: Mutex::new(DiskActivity::Idle),
             last_error: Mutex::default(),
+            failed: Seldom::default(),
+            broken: Seldom::default(),
             queues: (0..queues.max(1)).map(|_| Counters::default()).collect(),
             flights: Mutex::default(),
             cipher: Mutex::default(),
@@ -177,7 +171,7 @@ impl DiskState {
 
     /// The last error of a request of the guest or, if there is none, of the readers beside it.
     fn last_error(&self) -> Option<String> {
-        let own = lock(&self.last_error).message.clone();
+        let own = lock(&self.last_error).clone();
         own.or_else(|| self.beside.as_ref().and_then(|beside| beside.last_error()))
     }
 
@@ -289,32 +283,22 @@ impl DiskState {
     /// Notes and logs (rate-limited) that a request failed because of us or the storage below us,
     /// or that the guest asked for something impossible.
     pub fn note(&self, done: &Done, error: IoError) {
-        let mut last_error = lock(&self.last_error);
         if !matches!(error, IoError::OutOfRange | IoError::Scattered | IoError::ReadOnly) {
-            last_error.message = Some(error.to_string());
+            *lock(&self.last_error) = Some(error.to_string());
         }
-        if last_error.logged.is_none_or(|last| last.elapsed() > LOG_EVERY) {
-            last_error.logged = Some(Instant::now());
-            drop(last_error);
+        if let Some(unlogged) = self.failed.due() {
             tracing::error!(
-                operation = ?done.operation, offset = done.offset, length = done.length, %error,
+                operation = ?done.operation, offset = done.offset, length = done.length, %error, unlogged,
                 "a request failed; the guest or tool that made it gets an I/O error"
             );
         }
     }
 
-    /// Notes and logs (rate-limited) that a queue is stopped because the guest broke its ring; true if it was logged.
-    pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) -> bool {
-        let mut last_error = lock(&self.last_error);
-        if last_error.broken_logged.is_some_and(|last| last.elapsed() <= LOG_EVERY) {
-            last_error.broken += 1;
-            return false;
+    /// Notes and logs (rate-limited) that a queue is stopped because the guest broke its ring.
+    pub fn note_broken(&self, queue: usize, error: &dyn std::error::Error) {
+        if let Some(unlogged) = self.broken.due() {
+            tracing::error!(queue, %error, unlogged, "the guest's queue is stopped");
         }
-        let unlogged = std::mem::take(&mut last_error.broken);
-        last_error.broken_logged = Some(Instant::now());
-        drop(last_error);
-        tracing::error!(queue, %error, unlogged, "the guest's queue is stopped");
-        true
     }
 
     /// What is in flight of a queue is noted here from now on.

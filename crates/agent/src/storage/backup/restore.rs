@@ -5,8 +5,8 @@
 //!  made ─► filled by a filter ─► compared with its sums ─► room ─► opened, flushed ─► named
 //!     └──────── whatever dies before the name: it is removed, and another attempt makes it anew
 //! ```
-//! Room is taken there only of a pool, and of a preallocated disk: zeroes are written where the backup has none ([`preallocation`]). In a
-//! directory it is taken when the image is made.
+//! Room is taken at that point only for a preallocated disk on a pool: zeroes are written where the backup has no data
+//! ([`preallocation`]). In a directory it is taken when the image is made.
 //!
 //! Of a backup of another VM each image gets a header of its own in the place of the one that came with it: a header is of one disk, whose
 //! id is in its codes. The data stays as it is, and so does its key (DEK): the header says that others may have that.
@@ -14,7 +14,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
@@ -40,6 +40,7 @@ use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
 use crate::storage::facts::{from_api, role_of, to_api};
 use crate::storage::file_error::failed;
+use crate::storage::gate::asked;
 use crate::storage::home::Home;
 use crate::storage::image_notes::{Noted, is_encrypted};
 use crate::storage::layers;
@@ -151,13 +152,7 @@ impl Restoring {
         cancelled: oneshot::Receiver<()>,
     ) -> Result<BackupManifest, Problem> {
         let this = Arc::new(self);
-        let asked = async {
-            // A sender that is gone has asked for nothing.
-            if cancelled.await.is_err() {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::pin!(asked);
+        let asked = pin!(asked(cancelled));
         let written = Arc::clone(&this).write(progress, asked).await;
         if written.is_err() {
             // The filter first: it has the files open.
@@ -225,7 +220,9 @@ impl Restoring {
         let room = room_after(&self.disks[at], &part.entry);
         if room > 0 {
             let shown = |done: u64, _: u64| progress(copied + done);
-            self.room(at, &part)?.take_unless(asked, &self.builder.gate, shown).await?;
+            let gate = &self.builder.gate;
+            let taken = gate.close_when(asked, self.room(at, &part)?.take(gate, shown)).await;
+            taken.unwrap_or_else(|| Err(cancelled()))?;
         }
         let (this, all) = (Arc::clone(&self), Arc::clone(opened));
         spawn_blocking(move || this.finish(&all, at, part)).await.map_err(internal)??;

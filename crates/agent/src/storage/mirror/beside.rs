@@ -239,7 +239,8 @@ fn open(
     Ok((from, header, total))
 }
 
-fn kind_of(what: &Beside) -> Kind {
+/// What a sealed file of this name says that it is.
+pub(super) fn kind_of(what: &Beside) -> Kind {
     match what {
         Beside::SnapshotMemory(_) | Beside::Memory => Kind::Memory,
         Beside::Core(_) => Kind::Core,

@@ -53,8 +53,8 @@ fn open_image(
     Ok(())
 }
 
-/// Has the header read from the storage: what the page cache has of it is what was written, whatever has become of that. Where the file
-/// system keeps it nevertheless the check is of less worth, and no error.
+/// Has the header read from the storage: what the page cache has of it is what was written, whatever has become of that. A file system
+/// may keep the pages nevertheless; then the check sees what was written, not what is stored.
 fn read_from_storage(mirror: &Mirror) -> Result<(), Problem> {
     let path = mirror.target()?.image(mirror.disk);
     let Some(image) = open_locked(&path, Access::ReadBesideGuest)? else { return Ok(()) };
@@ -81,7 +81,7 @@ fn kept(mirror: &Mirror, disk: &DiskSpec, problem: Problem) -> Problem {
     let code = match problem.code {
         // A sealed file is locked for another key, too.
         ErrorCode::Locked => ErrorCode::KeyMismatch,
-        // What the storage does not read is as good as damaged: nobody is to call the VM whole.
+        // A file that cannot be read counts as damaged: the server must not report the VM as whole.
         ErrorCode::Internal => ErrorCode::Damaged,
         code => code,
     };
@@ -101,7 +101,7 @@ fn kept(mirror: &Mirror, disk: &DiskSpec, problem: Problem) -> Problem {
         )
     };
     let detail = format!(
-        "{what}. A guest that runs has its data still, and may not start again: save that first"
+        "{what}. A guest that runs still has its data, but may not start again: copy its data elsewhere first"
     );
     Problem::new(code, detail)
 }

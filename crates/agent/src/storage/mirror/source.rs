@@ -38,8 +38,8 @@ const PIECE: usize = 4 << 20;
 /// to its pace, and can be cancelled.
 const OVERWRITE_PIECE: usize = 1 << 20;
 
-/// How long nothing is overwritten after a piece while the guest runs, as a multiple of what the piece took: the guest has half of the
-/// storage's time at least, however fast that is.
+/// How long nothing is overwritten after a piece while the guest runs, as a multiple of what the piece took: the guest has half of
+/// the storage's time, unless a piece takes longer than [`REST_MAX`].
 const REST: u32 = 1;
 
 /// The longest of these rests: a cancelled removal, or one with another pace, does not wait longer for its end.
@@ -59,6 +59,8 @@ pub struct Speed<'a> {
     pub gate: &'a Gate,
     /// Whether the VM's guest runs now, with which the storage is shared.
     pub guest_runs: &'a AtomicBool,
+    /// Sleeps for so long; tests count that.
+    pub sleep: &'a dyn Fn(Duration),
 }
 
 impl Speed<'_> {
@@ -69,7 +71,7 @@ impl Speed<'_> {
 
     /// Leaves the storage to the guest after a piece that took so long.
     fn rest(self, took: Duration) {
-        std::thread::sleep(self.rest_after(took));
+        (self.sleep)(self.rest_after(took));
     }
 
     /// How long that is.

@@ -9,6 +9,7 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
+use std::thread::sleep;
 
 use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::{Allocation, DatastoreLocation, DatastoreSpec, Device};
@@ -93,6 +94,12 @@ impl Bench {
         std::fs::write(self.home().mirror_map(self.disk().disk), block).unwrap();
     }
 
+    /// Pivots, and has the copy take the disk's place.
+    fn switch(&self) {
+        self.pivot();
+        take_place(self.spec.vm, self.disk()).unwrap().unwrap();
+    }
+
     fn files(&self) -> Vec<String> {
         files_of(&self.home())
     }
@@ -113,7 +120,15 @@ impl Bench {
         gate: &Gate,
     ) -> Result<Option<FormerImage>, Problem> {
         let guest_runs = AtomicBool::new(true);
-        let (kek, speed) = (Some(&self.kek), Speed { gate, guest_runs: &guest_runs });
+        self.remove_with(removed, Speed { gate, guest_runs: &guest_runs, sleep: &sleep })
+    }
+
+    fn remove_with(
+        &self,
+        removed: &mut Removed,
+        speed: Speed<'_>,
+    ) -> Result<Option<FormerImage>, Problem> {
+        let kek = Some(&self.kek);
         source::remove(&self.spec, self.disk(), kek, removed, |_, _| {}, speed)
     }
 
@@ -264,8 +279,7 @@ fn what_was_in_the_clear_is_overwritten_before_it_is_removed() {
     let bench = bench();
     bench.begin().unwrap();
     assert_eq!(bench.remove_source().unwrap_err().code, ErrorCode::WrongState);
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     let path = bench.home().source(bench.disk().disk);
     // It can be read what becomes of it.
     let kept = File::open(&path).unwrap();
@@ -287,8 +301,7 @@ fn what_was_in_the_clear_is_overwritten_before_it_is_removed() {
 fn of_an_image_that_is_gone_nobody_says_that_it_was_overwritten() {
     let bench = bench();
     bench.begin().unwrap();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     std::fs::remove_file(bench.home().source(bench.disk().disk)).unwrap();
     assert_eq!(bench.fate(), FormerFate::NotKnown);
 }
@@ -310,8 +323,7 @@ fn of_what_was_encrypted_the_header_is_overwritten() {
     let image = File::options().write(true).open(home.image(disk)).unwrap();
     image.write_all_at(MARKER, 0).unwrap();
     note::write(&home, disk, &note).unwrap();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     let kept = File::open(home.source(disk)).unwrap();
     assert_eq!(bench.fate(), FormerFate::HeaderOverwritten);
     let left = content(&kept);
@@ -419,8 +431,7 @@ fn a_removal_after_a_move_goes_on_where_it_was() {
     for removed in 0..4 {
         let (mut bench, target, _directory) = moving();
         bench.begin().unwrap();
-        bench.pivot();
-        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        bench.switch();
         let (home, disk) = (bench.home(), bench.disk().disk);
         *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
         let files = [home.source(disk), home.mirror_map(disk), home.mirror_note(disk)];
@@ -445,8 +456,7 @@ fn a_datastore_that_is_away_is_not_needed_where_the_disk_is_not() {
     std::fs::rename(&away, directory.path()).unwrap();
     assert!(bench.open().unwrap().mirror.is_none());
     bench.begin().unwrap();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     let former = bench.home();
     *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
     let away = former.datastore().with_extension("away");
@@ -465,8 +475,7 @@ fn a_disk_that_is_deleted_leaves_nothing_elsewhere() {
         let (bench, target, _directory) = moving();
         bench.begin().unwrap();
         if pivoted {
-            bench.pivot();
-            take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+            bench.switch();
         }
         delete_elsewhere(bench.spec.vm, bench.disk()).unwrap();
         bench.home().delete(bench.disk().disk).unwrap();

@@ -5,11 +5,12 @@
 //!                   └──────────── by filters that serve nobody, beside the guest ───────────┘           │
 //!                                             the guest's filter, or one of its own, copies the active layer, and pivots
 //! ```
-//! Room is taken here only of a pool, where zeroes are written for it, and for a preallocated image. Each file of the copy has what its
+//! Room is taken here only for a preallocated image on a pool, where zeroes are written for it. Each file of the copy has what its
 //! original has, decrypted and encrypted anew, and nothing else: so it is as sparse, and a snapshot keeps in the copy what it keeps in
 //! the disk.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use vmseal_api::filter::Direct;
 use vmseal_api::host::{DiskFacts, DiskSpec, VmSpec};
@@ -158,12 +159,16 @@ impl Room {
         self.place
     }
 
-    /// Takes it as fast as `gate` lets it: what is written are zeroes. `show` gets how many bytes have their room, and the total. Blocks.
+    /// See [`preallocation::Room::take`].
     ///
     /// # Errors
     /// `no-space`; `cancelled` when the gate is closed.
-    pub fn take(&self, gate: &Gate, show: impl Fn(u64, u64)) -> Result<(), Problem> {
-        self.room.take(gate, show)
+    pub async fn take(
+        self,
+        gate: &Arc<Gate>,
+        show: impl Fn(u64, u64) + Send,
+    ) -> Result<(), Problem> {
+        self.room.take(gate, show).await
     }
 }
 

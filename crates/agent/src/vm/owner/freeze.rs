@@ -7,7 +7,7 @@
 //!                  or no answer: not frozen       refused: not frozen,
 //!                                                 and thawed beside
 //! ```
-//! An agent that starts thaws what is on record. Where the guest answers, its word counts: what it says to be thawed is off the record.
+//! An agent that starts thaws what is on record. Once the guest says that nothing is frozen, the record is removed.
 //!
 //! The owner waits for the freeze, and does nothing else meanwhile than to replace a filter that dies: without one the guest could not
 //! flush, and would not answer.

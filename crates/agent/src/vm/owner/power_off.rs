@@ -27,7 +27,7 @@ impl Owner {
         };
         match (std::mem::replace(&mut self.state, State::Off), how) {
             (State::Off, _) => {}
-            // ConsoleError above.
+            // `may` has refused that above.
             (state @ State::Starting { .. }, PowerOff::Shutdown { .. }) => self.state = state,
             (State::Starting { task, cancel }, PowerOff::Force | PowerOff::CancelStart) => {
                 self.request = request_id::current();

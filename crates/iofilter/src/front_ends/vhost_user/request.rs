@@ -198,7 +198,7 @@ fn translate(
     list: &mut Segments,
 ) -> Result<(), Malformed> {
     let (at, length) = (descriptor.addr(), descriptor.len() as usize);
-    // Nearly always in one region: the crate's iterator over several costs more than the look for it.
+    // Nearly always in one region. To look there first costs less than the crate's iterator over several.
     if let Ok(slice) = memory.get_slice(at, length) {
         list.push(segment(&slice));
         return Ok(());
@@ -211,7 +211,8 @@ fn translate(
 }
 
 fn segment<B: BitmapSlice>(slice: &VolatileSlice<'_, B>) -> Segment {
-    // SAFETY: mapped guest memory, checked by whoever made the slice; the queue's worker holds the mapping
-    // until every request has completed, and nobody makes references to it.
+    // SAFETY: a `VolatileSlice` of the guest's memory lies within a mapped region: `get_slice` or `get_slices` has
+    // checked that. The queue's worker keeps the mapping until every request has completed, and nothing makes a
+    // reference to this memory.
     unsafe { Segment::new(slice.ptr_guard_mut().as_ptr(), slice.len()) }
 }

@@ -1,5 +1,6 @@
 //! A former image is destroyed when its copy opens, and at the pace of its task.
 
+use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -14,8 +15,7 @@ const QUIET: Duration = Duration::from_millis(200);
 fn switched() -> Bench {
     let bench = bench();
     bench.begin().unwrap();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     bench
 }
 
@@ -68,7 +68,7 @@ fn a_former_image_is_kept_without_the_key_of_its_copy() {
     let mut bench = switched();
     let gate = Gate::new(CopyPace::default());
     let guest_runs = AtomicBool::new(false);
-    let speed = Speed { gate: &gate, guest_runs: &guest_runs };
+    let speed = Speed { gate: &gate, guest_runs: &guest_runs, sleep: &sleep };
     let mut removed = Removed::default();
     let locked = source::remove(&bench.spec, bench.disk(), None, &mut removed, |_, _| {}, speed);
     assert_eq!(locked.unwrap_err().code, ErrorCode::Locked);
@@ -88,8 +88,7 @@ fn a_layer_that_is_lost_after_the_switch_keeps_the_former_image() {
     let snapshots = layered(&bench);
     bench.begin().unwrap();
     copy_tree(&bench);
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     let (home, disk) = (bench.home(), bench.disk().disk);
     let layers = layers::read(&home, disk).unwrap();
     // The one that a snapshot alone needs: the active layer is not above it.
@@ -118,8 +117,7 @@ fn a_copy_in_the_clear_that_is_cut_off_keeps_the_former_image() {
     let (kek, task, pace) = (Some(&bench.kek), bench.task, bench.pace);
     let new = NewMirror { spec, disk, facts, kek, wanted: &wanted, task, pace, forgets_key: false };
     new.begin(|_| Ok(())).unwrap();
-    bench.pivot();
-    take_place(spec.vm, disk).unwrap().unwrap();
+    bench.switch();
     let image = File::options().write(true).open(bench.home().image(disk.disk)).unwrap();
     image.set_len(disk.size - 1).unwrap();
     bench.is_kept(ErrorCode::Damaged);
@@ -146,7 +144,7 @@ fn a_former_image_that_is_gone_is_not_named() {
 fn a_removal_rests_from_when_the_guest_starts_until_it_goes_off() {
     let gate = Gate::new(CopyPace::default());
     let guest_runs = AtomicBool::new(false);
-    let speed = Speed { gate: &gate, guest_runs: &guest_runs };
+    let speed = Speed { gate: &gate, guest_runs: &guest_runs, sleep: &sleep };
     let took = Duration::from_millis(20);
     assert_eq!(speed.rest_after(took), Duration::ZERO);
     guest_runs.store(true, Ordering::Relaxed);
@@ -154,6 +152,22 @@ fn a_removal_rests_from_when_the_guest_starts_until_it_goes_off() {
     assert_eq!(speed.rest_after(Duration::from_secs(60)), Duration::from_secs(1));
     guest_runs.store(false, Ordering::Relaxed);
     assert_eq!(speed.rest_after(took), Duration::ZERO);
+}
+
+/// All data of the former image is one piece.
+#[test]
+fn a_removal_rests_after_each_piece_while_the_guest_runs() {
+    for runs in [false, true] {
+        let bench = switched();
+        let (rests, guest_runs) = (RefCell::new(Vec::new()), AtomicBool::new(runs));
+        let gate = Gate::new(CopyPace::default());
+        let sleep = |rest: Duration| rests.borrow_mut().push(rest);
+        let speed = Speed { gate: &gate, guest_runs: &guest_runs, sleep: &sleep };
+        bench.remove_with(&mut Removed::default(), speed).unwrap().unwrap();
+        let rests = rests.into_inner();
+        assert_eq!(rests.len(), 1, "{rests:?}");
+        assert_eq!(rests[0] > Duration::ZERO, runs, "{rests:?}");
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use vmseal_seal::file::{HEADER_LEN, Identity as SealedIdentity, Kind, Wanted};
 use super::*;
 use crate::storage::home::Beside;
 use crate::storage::memory::MemoryFiles;
+use crate::storage::mirror::beside::kind_of;
 use crate::storage::sealed::vm_key;
 
 /// More than a frame, so that there are several.
@@ -65,12 +66,19 @@ impl Bench {
     fn copy_all(&self) {
         while self.copy_next().unwrap() {}
     }
-}
 
-fn kind_of(what: &Beside) -> Kind {
-    match what {
-        Beside::SnapshotMemory(_) | Beside::Memory => Kind::Memory,
-        Beside::Core(_) => Kind::Core,
+    /// Copies what is beside the disk, and pivots.
+    fn pivot_with(&self, forgets_key: bool) {
+        self.begin_with(forgets_key);
+        self.copy_all();
+        self.pivot();
+    }
+
+    /// The same; the copies take their places.
+    fn switch_with(&self, forgets_key: bool) {
+        self.begin_with(forgets_key);
+        self.copy_all();
+        self.switch();
     }
 }
 
@@ -141,9 +149,7 @@ fn the_memory_is_that_of_the_copy_from_every_state_of_the_names() {
         let bench = bench();
         let (home, disk) = (bench.home(), bench.disk().disk);
         let snapshot = bench.keep(false);
-        bench.begin_with(false);
-        bench.copy_all();
-        bench.pivot();
+        bench.pivot_with(false);
         let renames = [
             (home.image(disk), home.source(disk)),
             (
@@ -180,10 +186,7 @@ fn what_was_sealed_gets_a_key_of_its_own_and_the_former_key_is_lost() {
     let snapshot = bench.keep(true);
     let path = home.snapshot_memory(snapshot);
     let before = std::fs::read(&path).unwrap();
-    bench.begin_with(false);
-    bench.copy_all();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch_with(false);
     let kept = home.path().join("kept");
     std::fs::hard_link(home.source_beside(disk, &Beside::SnapshotMemory(snapshot)), &kept).unwrap();
     bench.remove_source().unwrap();
@@ -202,10 +205,7 @@ fn a_memory_whose_new_header_does_not_open_keeps_the_former_one() {
     let bench = bench();
     let (home, disk) = (bench.home(), bench.disk().disk);
     let snapshot = bench.keep(false);
-    bench.begin_with(false);
-    bench.copy_all();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch_with(false);
     let path = home.snapshot_memory(snapshot);
     let whole = std::fs::read(&path).unwrap();
     let mut damaged = whole.clone();
@@ -234,10 +234,7 @@ fn a_memory_of_two_names_is_two_files_then_and_its_former_key_alone_is_overwritt
     let memories = [home.snapshot_memory(bench.keep(true)), home.memory()];
     std::fs::hard_link(&memories[0], &memories[1]).unwrap();
     let before = std::fs::read(&memories[0]).unwrap();
-    bench.begin_with(false);
-    bench.copy_all();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch_with(false);
     let kept = home.path().join("kept");
     std::fs::hard_link(home.source_beside(disk, &Beside::Memory), &kept).unwrap();
     bench.remove_source().unwrap();
@@ -255,10 +252,7 @@ fn a_memory_of_two_names_is_two_files_then_and_its_former_key_alone_is_overwritt
 fn a_vm_that_loses_its_key_has_its_memory_in_the_clear() {
     let bench = bench();
     let snapshot = bench.keep(true);
-    bench.begin_with(true);
-    bench.copy_all();
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch_with(true);
     bench.remove_source().unwrap();
     let path = bench.home().snapshot_memory(snapshot);
     assert_eq!(read(&path, &without_key(&bench.spec), &bench.kek).unwrap(), content());
@@ -390,8 +384,7 @@ fn a_disk_that_is_deleted_goes_with_the_memory_beside_it_and_its_copy() {
         bench.copy_all();
         let home = bench.home();
         if pivoted {
-            bench.pivot();
-            take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+            bench.switch();
             *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
         }
         MemoryFiles::discard_with(&bench.spec, bench.disk().disk).unwrap();
@@ -486,9 +479,7 @@ fn they_move_with_the_first_disk_from_every_state_of_the_names() {
         let (home, disk) = (bench.home(), bench.disk().disk);
         let all = of_a_vm();
         all.iter().for_each(|what| bench.write(what, true));
-        bench.begin_with(false);
-        bench.copy_all();
-        bench.pivot();
+        bench.pivot_with(false);
         let aside = all.iter().map(|what| (home.beside(what), home.source_beside(disk, what)));
         let placed = all.iter().map(|what| (target.copy_beside(disk, what), target.beside(what)));
         let renames: Vec<_> = [(home.image(disk), home.source(disk))]

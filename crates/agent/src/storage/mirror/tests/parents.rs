@@ -52,8 +52,7 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
 
         bench.begin().unwrap();
         copy_tree(&bench);
-        bench.pivot();
-        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        bench.switch();
         let to = clone.disk_at(0).unwrap();
         let theirs = Home::of(&to.datastore, clone.vm).unwrap();
         // Nobody finds the clone there, and its files are its own nevertheless.
@@ -92,8 +91,7 @@ fn a_former_file_that_has_further_names_is_not_overwritten_and_the_others_are() 
         }
         bench.begin().unwrap();
         copy_tree(&bench);
-        bench.pivot();
-        take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+        bench.switch();
         *bench.spec.disk_at_mut(0).unwrap() = bench.moved_disk();
         let told = match renamed {
             true => FormerFate::Shared {
@@ -122,7 +120,6 @@ fn a_clone_of_files_that_a_copy_has_replaced_is_not_made() {
     let files = layers::base_of(&home, disk, second).unwrap().unwrap();
     let files: Vec<_> = files.into_iter().map(|(_, identity)| identity).collect();
     assert!(linking::keeps(&home, disk, second, &files).unwrap());
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     assert!(!linking::keeps(&home, disk, second, &files).unwrap());
 }

@@ -190,8 +190,7 @@ fn layers_that_were_in_the_clear_are_overwritten_before_they_are_removed() {
     let kept = File::open(&path).unwrap();
     bench.begin().unwrap();
     copy_tree(&bench);
-    bench.pivot();
-    take_place(bench.spec.vm, bench.disk()).unwrap().unwrap();
+    bench.switch();
     bench.remove_source().unwrap();
     assert!(!path.exists() && content(&kept).iter().all(|byte| *byte == 0));
 }
