@@ -22,6 +22,7 @@ pub(crate) mod file_identity;
 pub(crate) mod filling;
 pub(crate) mod gate;
 pub(crate) mod grow;
+pub(crate) mod holes;
 pub(crate) mod home;
 pub(crate) mod image;
 pub(crate) mod image_content;

@@ -22,8 +22,8 @@ use vmseal_api::problem::Problem;
 
 use crate::storage::builder::{internal, is_preallocated};
 use crate::storage::gate::Gate;
+use crate::storage::holes::next_data;
 use crate::storage::home::Home;
-use crate::storage::mirror::source::next_data;
 
 /// How much room is taken at a time, in bytes: progress is shown, and a stop noticed, after each of these.
 const STEP: u64 = 64 << 20;

@@ -28,8 +28,8 @@ use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::export::full_or_internal;
 use crate::storage::exporting;
 use crate::storage::file_error::failed;
+use crate::storage::holes::next_data;
 use crate::storage::mark::usage;
-use crate::storage::mirror::source::next_data;
 use crate::storage::opening::{self, Open};
 
 /// A backup to write.

@@ -8,7 +8,8 @@ use std::os::unix::fs::FileExt;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use crate::storage::mirror::source::{Zeroes, next_data};
+use crate::storage::holes::next_data;
+use crate::storage::mirror::source::Zeroes;
 
 /// The unit in which a header is copied, in bytes: what direct I/O takes everywhere.
 const BLOCK: usize = 4096;

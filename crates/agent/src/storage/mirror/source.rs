@@ -25,6 +25,7 @@ use super::{Mirror, beside, copy_opens, tpm};
 use crate::mounts;
 use crate::storage::builder::internal;
 use crate::storage::gate::Gate;
+use crate::storage::holes::next_data;
 use crate::storage::home::Home;
 use crate::storage::layers;
 use crate::storage::locked::{Access, open_locked};
@@ -307,30 +308,4 @@ fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     let mut wanted = flags;
     wanted.set(OFlag::O_DIRECT, direct);
     Ok(fcntl(file, FcntlArg::F_SETFL(wanted)).map(drop)?)
-}
-
-/// The first range of a file that may hold data, from `at` on and before `end`.
-pub(crate) fn next_data(
-    file: &File,
-    at: u64,
-    end: u64,
-) -> io::Result<Option<std::ops::Range<u64>>> {
-    use nix::errno::Errno;
-    use nix::unistd::{Whence, lseek};
-    let seek = |at: u64, whence| {
-        let at = i64::try_from(at).map_err(|_| Errno::EFBIG)?;
-        lseek(file, at, whence).map(|at| at.max(0) as u64)
-    };
-    if at >= end {
-        return Ok(None);
-    }
-    let start = match seek(at, Whence::SeekData) {
-        Ok(start) if start < end => start,
-        Ok(_) | Err(Errno::ENXIO) => return Ok(None),
-        // The file system does not say where holes are.
-        Err(Errno::EINVAL | Errno::EOPNOTSUPP) => return Ok(Some(at..end)),
-        Err(error) => return Err(error.into()),
-    };
-    let hole = seek(start, Whence::SeekHole)?;
-    Ok(Some(start..hole.min(end)))
 }
