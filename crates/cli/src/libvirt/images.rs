@@ -53,18 +53,20 @@ impl Images {
             return Ok(());
         };
         let known: Vec<_> = known.into_iter().map(|name| format!("'{name}'")).collect();
-        let message = format!(
-            "{OPTION} {unknown}:…: the domain has no disk '{unknown}': its disks are {}",
-            known.join(", ")
-        );
+        let instead = match known.as_slice() {
+            [] => "it has none".to_owned(),
+            known => format!("its disks are {}", known.join(", ")),
+        };
+        let message =
+            format!("{OPTION} {unknown}:…: the domain has no disk '{unknown}': {instead}");
         Err(Ended::new(Exit::Usage, message).into())
     }
 }
 
-/// The targets of a domain's disks.
+/// The targets of a domain's disks, also of those that are refused for what they are.
 fn targets<'a>(devices: Node<'a, 'a>) -> BTreeSet<&'a str> {
     let disks = devices.children().filter(|child| child.has_tag_name("disk"));
-    let disks = disks.filter(|disk| disk.attribute("device").unwrap_or("disk") == "disk");
+    let disks = disks.filter(|disk| !matches!(disk.attribute("device"), Some("cdrom" | "floppy")));
     disks.filter_map(|disk| child(disk, "target")?.attribute("dev")).collect()
 }
 
@@ -80,29 +82,29 @@ pub fn in_domain<'a>(
     let encrypted = [disk, source].into_iter().any(|at| child(at, "encryption").is_some());
     ensure!(
         !encrypted,
-        "it is encrypted by QEMU: decrypt it first (qemu-img convert), and give that file ({OPTION} {target}:FILE); the import encrypts it again"
+        "it is encrypted by libvirt: decrypt it first (qemu-img convert), to the format that the domain names, and give that file ({OPTION} {target}:FILE); the import encrypts it again"
     );
     let kind = disk.attribute("type").unwrap_or("file");
     if kind == "network" && source.attribute("protocol") == Some("rbd") {
         let image = rbd_image(source).context("its source names no image (name='POOL/IMAGE')")?;
-        let command = rbd_export(source, &image);
+        let command = rbd_export(disk, source, &image);
         bail!(
             "it is the image '{image}' of a Ceph cluster, and images are taken from files alone: with the domain off, copy it to a file in a transfer directory of the datastore's host ({command}), and give that ({OPTION} {target}:FILE)"
         );
     }
     ensure!(
         kind == "file",
-        "it is of type '{kind}', and images are taken from files alone: with the domain off, make one from it in a transfer directory of the datastore's host (qemu-img convert), in the format that the domain names, and give that ({OPTION} {target}:FILE)"
+        "it is of type '{kind}', and images are taken from files alone: with the domain off, copy it to a file in a transfer directory of the datastore's host, in the format that the domain names (qemu-img convert -f FORMAT -O FORMAT), and give that ({OPTION} {target}:FILE)"
     );
     let file = source.attribute("file").context("its source names no file")?;
     let backing = child(disk, "backingStore");
     ensure!(
         backing.is_none_or(|backing| child(backing, "source").is_none()),
-        "it is a snapshot over another image, without which it is incomplete: make one image of both first (virsh blockcommit, or qemu-img convert)"
+        "it is a snapshot over another image, without which it is incomplete: make one image of both first (virsh blockcommit, or qemu-img convert and {OPTION} {target}:FILE)"
     );
     ensure!(
         child(source, "slices").is_none(),
-        "it is a part of its image (<slices>), and all of it would be imported: make an image of that part first (dd)"
+        "it is a part of its image (<slices>), and all of it would be imported: make an image of that part first (dd), and give that ({OPTION} {target}:FILE)"
     );
     Ok(PathBuf::from(file))
 }
@@ -115,13 +117,15 @@ fn rbd_image(source: Node<'_, '_>) -> Option<String> {
 }
 
 /// The command that copies an image to a file, as the user and by the monitors that the domain names.
-fn rbd_export<'a>(source: Node<'a, 'a>, image: &str) -> String {
-    let of = |element: &str, attribute: &str| {
-        child(source, element).and_then(|it| it.attribute(attribute)).map(quoted)
+fn rbd_export<'a>(disk: Node<'a, 'a>, source: Node<'a, 'a>, image: &str) -> String {
+    let of = |at: Node<'a, 'a>, element: &str, attribute: &str| {
+        child(at, element).and_then(|it| it.attribute(attribute)).map(quoted)
     };
     let mut words = vec!["rbd".to_owned()];
-    words.extend(of("config", "file").map(|file| format!("-c {file}")));
-    words.extend(of("auth", "username").map(|user| format!("--id {user}")));
+    words.extend(of(source, "config", "file").map(|file| format!("-c {file}")));
+    // libvirt leaves it where it was written: of the source, or of the disk, as in older domains.
+    let user = of(source, "auth", "username").or_else(|| of(disk, "auth", "username"));
+    words.extend(user.map(|user| format!("--id {user}")));
     let hosts = source.children().filter(|child| child.has_tag_name("host"));
     let monitors: Vec<String> = hosts.filter_map(monitor).collect();
     if !monitors.is_empty() {
@@ -183,6 +187,9 @@ mod tests {
             let told = format!("no disk '{other}': its disks are 'vda', 'vdb'");
             assert!(wrong.to_string().contains(&told), "{wrong}");
         }
+        let none = Document::parse("<devices/>").unwrap();
+        let wrong = images.check(none.root_element()).unwrap_err();
+        assert!(wrong.to_string().ends_with("no disk 'vdb': it has none"), "{wrong}");
         for (values, told) in [
             (&["/srv/a.raw"][..], "it has the form vda:"),
             (&[":/srv/a.raw"], "it has the form"),
@@ -207,13 +214,15 @@ mod tests {
             "<source protocol='rbd' name='vms/a/web'><snapshot name='old'/><config file='/etc/ceph/b.conf'/></source>",
         );
         assert!(said.contains("(rbd -c /etc/ceph/b.conf export vms/a/web@old FILE)"), "{said}");
+        let said = of("<auth username='old'/><source protocol='rbd' name='vms/web'/>");
+        assert!(said.contains("(rbd --id old export vms/web FILE)"), "{said}");
         let said = of(r#"<source protocol='rbd' name="vms/$(a)'b"/>"#);
         assert!(said.contains(r"export 'vms/$(a)'\''b' FILE"), "{said}");
         assert!(of("<source protocol='rbd'/>").contains("names no image"));
         // What would be copied is ciphertext.
         let sealed = "<source protocol='rbd' name='vms/web'><encryption format='luks2' engine='librbd'/></source>";
         let said = of(sealed);
-        assert!(said.contains("encrypted by QEMU") && !said.contains("export"), "{said}");
+        assert!(said.contains("encrypted by libvirt") && !said.contains("export"), "{said}");
         let said = of("<source protocol='iscsi' name='iqn.a:b/1'/>");
         assert!(said.contains("type 'network'") && said.contains("--image vda:FILE"), "{said}");
     }

@@ -111,8 +111,9 @@ const OWN_DEVICES: [&str; 12] = [
 ];
 
 /// Elements of a disk that are read or refused, or that a VM has its own of.
-const KNOWN_OF_DISK: [&str; 9] = [
+const KNOWN_OF_DISK: [&str; 10] = [
     "driver",
+    "auth",
     "source",
     "target",
     "backingStore",
@@ -536,19 +537,22 @@ mod tests {
 
     #[test]
     fn a_file_that_is_given_is_in_place_of_an_image_that_is_in_none() {
-        let rbd = "<source protocol='rbd' name='vms/data'><host name='ceph1'/></source>";
+        let rbd = "<auth username='web'/><source protocol='rbd' name='vms/data'><host name='ceph1'/></source>";
         let text = DOMAIN
             .replacen("type='file' device='disk'", "type='network' device='disk'", 1)
             .replace("<source file='/srv/data.img'/>", rbd);
+        assert!(text.contains("'network' device") && text.contains(rbd), "{text}");
         let refused = format!("{:#}", parse(&text).unwrap_err());
-        assert!(refused.contains("disk 'vda'") && refused.contains("export vms/data FILE"));
+        let told = "(rbd --id web -m ceph1 export vms/data FILE)";
+        assert!(refused.contains("disk 'vda'") && refused.contains(told), "{refused}");
         let given = Images::parse(&["vda:/srv/copy.raw".to_owned()]).unwrap();
         let domain = super::parse(&text, &Networks::default(), &given).unwrap();
         let data = domain.disks.iter().find(|disk| disk.name == "vda").unwrap();
         assert_eq!(data.image, PathBuf::from("/srv/copy.raw"));
         assert_eq!(data.format, ImageFormat::Raw);
         // Nothing of a source is left behind that is not looked at.
-        assert!(!domain.warnings.join("\n").contains("of its source"), "{:?}", domain.warnings);
+        let said = domain.warnings.join("\n");
+        assert!(!said.contains("of its source") && !said.contains("<auth>"), "{said}");
     }
 
     #[test]
@@ -560,7 +564,11 @@ mod tests {
             ("type='file' device='disk'", "type='block' device='disk'", "type 'block'"),
             ("type='file' device='disk'", "type='network' device='disk'", "type 'network'"),
             (source, "<source dev='/dev/sdb'/>", "names no file"),
-            (source, "<source file='/x'><encryption format='luks'/></source>", "encrypted by QEMU"),
+            (
+                source,
+                "<source file='/x'><encryption format='luks'/></source>",
+                "encrypted by libvirt",
+            ),
             (source, "<source file='/x'/><mirror type='file'/>", "blockjob"),
             (
                 source,
