@@ -93,7 +93,7 @@ impl FromStr for Messenger {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum BetweenOsds {
-    /// Encrypted and authenticated: nothing else is allowed there.
+    /// Encrypted and authenticated: what is set for all allows nothing else.
     Secure,
     /// Nothing is set for all, or a mode in the clear is allowed, as Ceph does by itself.
     MayBeClear,
@@ -101,14 +101,15 @@ pub enum BetweenOsds {
 
 impl fmt::Display for BetweenOsds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Secure => {
-                "copies between them are encrypted, as the monitors have it for all (ms_cluster_mode)"
-            }
-            Self::MayBeClear => {
-                "copies between them may be in the clear: the monitors do not have 'secure' for all (ms_cluster_mode). What an OSD has in force, ceph config show osd.0 ms_cluster_mode says"
-            }
-        })
+        // No more than users are told: an OSD may have another value.
+        let told = match self {
+            Self::Secure => "are to be encrypted: ms_cluster_mode is 'secure' for all",
+            Self::MayBeClear => "may be in the clear: ms_cluster_mode is not 'secure' for all",
+        };
+        write!(
+            f,
+            "copies between them {told} ('global' of the monitors' configuration). What an OSD has in force, ceph config show osd.0 ms_cluster_mode says"
+        )
     }
 }
 

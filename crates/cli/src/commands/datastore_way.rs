@@ -89,7 +89,8 @@ pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines
 }
 
-/// How data goes between the OSDs of the cluster. Hosts that mounted the pool before this was changed say otherwise: the weaker one counts.
+/// How data goes between the OSDs of the cluster. Hosts that mounted the pool before this was changed may still say what was: the weaker
+/// answer is shown.
 pub fn between_osds(datastore: &Datastore) -> Option<(&'static str, String)> {
     let mounted = datastore.hosts.iter().filter_map(|on| on.mounted.as_ref());
     let told: Vec<_> = mounted.filter_map(|it| it.between_osds).collect();
@@ -128,8 +129,9 @@ mod tests {
         let line = said.into_iter().map(|(_, line)| line).find(|it| it.contains("'c'")).unwrap();
         assert!(line.contains("has not said by which one"), "{line}");
     }
+
     #[test]
-    fn of_hosts_that_say_otherwise_of_the_osds_the_weaker_one_counts() {
+    fn of_hosts_that_disagree_about_the_osds_the_weaker_one_counts() {
         let said = |told: &[Option<&str>]| {
             let on = |told: &Option<&str>| {
                 let mounted = json!({
@@ -146,7 +148,7 @@ mod tests {
             between_osds(&serde_json::from_value(datastore).unwrap()).map(|(_, line)| line)
         };
         let secure = said(&[None, Some("secure")]).unwrap();
-        assert!(secure.contains("are encrypted"), "{secure}");
+        assert!(secure.contains("are to be encrypted"), "{secure}");
         let clear = said(&[Some("secure"), Some("may_be_clear")]).unwrap();
         assert!(clear.contains("may be in the clear"), "{clear}");
         assert_eq!(said(&[None]), None, "an earlier version does not say it");

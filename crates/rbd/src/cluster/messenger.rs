@@ -33,7 +33,7 @@ impl Cluster {
     }
 
     /// How copies of data go between OSDs, as the monitors told the library when it connected: what they keep for all that are part of
-    /// the cluster or use it. What they keep for OSDs alone, or is in files of the OSDs' hosts, no user learns without further rights.
+    /// the cluster or use it. What they keep for OSDs alone, or what is in files of the OSDs' hosts, no user learns without further rights.
     ///
     /// # Errors
     /// The library's.
@@ -55,7 +55,7 @@ impl Cluster {
     }
 }
 
-/// What it makes that OSDs take connections of these modes from each other, in the order in which they like them.
+/// How copies go where these modes are allowed between OSDs; the first one is preferred.
 fn between(modes: &str) -> BetweenOsds {
     match modes.trim() == Messenger::Secure.name() {
         true => BetweenOsds::Secure,
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn osds_that_may_also_connect_in_the_clear_may_do_so() {
+    fn copies_are_secure_where_no_other_mode_is_allowed() {
         assert_eq!(between("secure"), BetweenOsds::Secure);
         // The second one is what Ceph has where nothing is set.
         for modes in ["crc", "crc secure", "secure crc", ""] {
