@@ -451,6 +451,9 @@ fn a_guest_on_ceph_goes_on_when_hosts_get_to_the_pool_by_another_way() {
     let mounted = &before["hosts"][0]["mounted"];
     assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("crc"), &json!(true)));
     assert_eq!(mounted["cluster"], json!(fsid));
+    // How OSDs connect to each other is the cluster's, which this one keeps in files.
+    assert_eq!(mounted["between_osds"], json!("may_be_clear"));
+    bench.cluster.set("global", "ms_cluster_mode", "secure");
     let mut console = started(&bench.here, "ceph");
     count(&mut console);
 
@@ -494,6 +497,9 @@ fn a_guest_on_ceph_goes_on_when_hosts_get_to_the_pool_by_another_way() {
     let now = shown(&bench);
     let mounted = &now["hosts"][0]["mounted"];
     assert_eq!((&mounted["messenger"], &mounted["current"]), (&json!("secure"), &json!(true)));
+    assert_eq!(mounted["between_osds"], json!("secure"));
+    let told = bench.here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    assert!(told.contains("copies between them are to be encrypted"), "{told}");
     bench.here.wait_no_alarm(VM, "messenger-not-secure").unwrap();
     assert_eq!(bench.here.vm(VM).unwrap()["compliance"], json!({ "compliant": true }));
     asks("any").unwrap();

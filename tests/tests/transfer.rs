@@ -449,6 +449,18 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     for told_of in [missing, "--tpm-state", "--reset-tpm"] {
         assert!(told.contains(told_of), "{told}");
     }
+    // Its second disk is an image of a Ceph cluster: a copy of that is taken.
+    let (file, rbd) = ("type='file' device='disk'", "type='network' device='disk'");
+    let source = format!("<source file='{}'/>", text(&second).unwrap());
+    let on_ceph = domain.replace(bridge, passt).replacen(file, rbd, 1);
+    let on_ceph = on_ceph.replace(&source, "<source protocol='rbd' name='vms/data'/>");
+    let usual = std::fs::read(&xml).unwrap();
+    std::fs::write(&xml, on_ceph).unwrap();
+    let told = here.refused(&planned).unwrap();
+    assert!(told.contains("(rbd export vms/data FILE)"), "{told}");
+    let copy = format!("vda:{}", text(&second).unwrap());
+    here.vmseal(&[&planned[..], &["--image", &copy]].concat()).unwrap();
+    std::fs::write(&xml, usual).unwrap();
     let plan = here.vmseal(&planned).unwrap();
     assert!(plan.contains("uefi-variables (") && plan.contains("tpm ("), "{plan}");
     let output = here.try_vmseal(&planned).unwrap();

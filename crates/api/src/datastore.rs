@@ -11,7 +11,7 @@ use crate::id::{DatastoreId, DiskId, VmId};
 use crate::osd_encryption::{OsdEncryption, StatedOsds};
 use crate::passphrase::SealedPassphrase;
 pub use crate::rbd_pool::{
-    Messenger, POOL_FIELD_MAX, POOL_FIELD_PATTERN, POOL_USER_PATTERN, RbdPool, way_of,
+    BetweenOsds, Messenger, POOL_FIELD_MAX, POOL_FIELD_PATTERN, POOL_USER_PATTERN, RbdPool, way_of,
 };
 use crate::redundancy::PoolFacts;
 
@@ -122,6 +122,9 @@ pub struct MountFacts {
     pub messenger: Messenger,
     /// The cluster, by its fsid.
     pub cluster: String,
+    /// How copies of data went between its OSDs when the pool was mounted. None of a `vmseal-rbd` of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_osds: Option<BetweenOsds>,
 }
 
 /// Gives the server another key of a pool's user.
@@ -195,6 +198,9 @@ pub struct MountedWay {
     /// Whether monitors, user and messenger are those of the datastore now. Where they are not, the host uses them from when it mounts the
     /// pool anew.
     pub current: bool,
+    /// How copies of data went between the cluster's OSDs when the pool was mounted, as its users are told. None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_osds: Option<BetweenOsds>,
 }
 
 /// The key that a mount of a pool uses.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::datastore::{Messenger, MountFacts};
+use crate::datastore::{BetweenOsds, Messenger, MountFacts};
 
 /// An extended attribute of the root directory: how the cluster keeps what is stored there, a JSON list of
 /// [`crate::redundancy::PoolFacts`], that of names and headers first, and that of data after it where it is another one.
@@ -46,6 +46,9 @@ pub struct Mounted {
     /// The cluster, by its fsid. None of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cluster: Option<String>,
+    /// How copies of data went between its OSDs when it connected. None of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_osds: Option<BetweenOsds>,
 }
 
 impl Mounted {
@@ -53,7 +56,8 @@ impl Mounted {
     #[must_use]
     pub fn facts(&self) -> Option<MountFacts> {
         let (way, cluster) = (self.way.clone()?, self.cluster.clone()?);
-        Some(MountFacts { way, messenger: self.messenger?, cluster })
+        let between_osds = self.between_osds;
+        Some(MountFacts { way, messenger: self.messenger?, cluster, between_osds })
     }
 }
 

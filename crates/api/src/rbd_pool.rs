@@ -1,5 +1,6 @@
 //! A pool of a Ceph cluster, and the ways by which hosts get to it.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -83,6 +84,32 @@ impl FromStr for Messenger {
             .into_iter()
             .find(|mode| mode.name() == text)
             .ok_or_else(|| "it is 'secure' or 'crc'".to_owned())
+    }
+}
+
+/// How copies of data go between the OSDs of a cluster (`ms_cluster_mode`), as its users are told: by what the monitors keep for all. What
+/// they keep for OSDs alone, and what is in files of the OSDs' hosts, which counts before it, users are not told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum BetweenOsds {
+    /// Encrypted and authenticated: what is set for all allows nothing else.
+    Secure,
+    /// Nothing is set for all, or a mode in the clear is allowed, as Ceph does by itself.
+    MayBeClear,
+}
+
+impl fmt::Display for BetweenOsds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // No more than users are told: an OSD may have another value.
+        let told = match self {
+            Self::Secure => "are to be encrypted: ms_cluster_mode is 'secure' for all",
+            Self::MayBeClear => "may be in the clear: ms_cluster_mode is not 'secure' for all",
+        };
+        write!(
+            f,
+            "copies between them {told} ('global' of the monitors' configuration). What an OSD has in force, ceph config show osd.0 ms_cluster_mode says"
+        )
     }
 }
 

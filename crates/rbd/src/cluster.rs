@@ -2,6 +2,7 @@
 
 mod blocklist;
 mod change;
+mod messenger;
 
 use std::ffi::{CStr, CString, c_char};
 use std::io;
@@ -12,6 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use vmseal_api::datastore::Messenger;
 use vmseal_secret::cephx::CephxKey;
 
+use self::messenger::MESSENGER_OPTIONS;
 use crate::in_flight;
 use crate::library::{
     COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, load, loaded,
@@ -36,12 +38,6 @@ const KEYS_AT_A_TIME: u64 = 512;
 
 /// Room for a cluster's fsid: a UUID as text, and the byte that ends it.
 const FSID_BYTES: usize = 37;
-
-/// The options that say how data goes over the network: to OSDs, and to monitors.
-const MESSENGER_OPTIONS: [&str; 2] = ["ms_client_mode", "ms_mon_client_mode"];
-
-/// The most bytes of their values: both modes of Ceph, and more.
-const MODE_MAX: usize = 64;
 
 /// The most bytes of an attribute.
 const ATTRIBUTE_MAX: usize = 4096;
@@ -197,33 +193,6 @@ impl Cluster {
         checked(unsafe { (rados.rados_conf_set)(self.0, name.as_ptr(), value.as_ptr()) })
             .map_err(failed)?;
         Ok(())
-    }
-
-    /// How data goes over the network: the mode that the library has in force, which the cluster's own configuration could change. It is
-    /// secure where connections to OSDs and to monitors can be nothing else.
-    ///
-    /// # Errors
-    /// The library's.
-    pub fn messenger(&self) -> io::Result<Messenger> {
-        let [osds, monitors] = MESSENGER_OPTIONS.map(|option| self.option(option));
-        let secure = Messenger::Secure.name();
-        Ok(match osds? == secure && monitors? == secure {
-            true => Messenger::Secure,
-            false => Messenger::Crc,
-        })
-    }
-
-    /// The value of an option.
-    fn option(&self, option: &str) -> io::Result<String> {
-        let (name, mut value) = (text(option)?, vec![0_u8; MODE_MAX]);
-        let start = value.as_mut_ptr().cast::<c_char>();
-        // SAFETY: the handle is open; the library writes a text of at most so many bytes, with a zero at its end.
-        checked(unsafe {
-            (loaded().rados.rados_conf_get)(self.0, name.as_ptr(), start, MODE_MAX)
-        })?;
-        let value = CStr::from_bytes_until_nul(&value)
-            .map_err(|_| io::Error::from_raw_os_error(libc::ENAMETOOLONG))?;
-        Ok(value.to_string_lossy().into_owned())
     }
 
     /// This connection's own address, as locks and blocklists name it: `127.0.0.1:0/1234`.

@@ -285,6 +285,10 @@ fn serve(
     let store = Store { pool, layout, predecessors };
     let channel = listener.as_ref().map(|listener| listener.path().to_owned());
     let messenger = cluster.messenger().context("the messenger's mode is not known")?;
+    // It is only shown: a mount does without.
+    let between_osds = cluster.between_osds().inspect_err(|error| {
+        tracing::warn!(%error, "it is not known how OSDs connect to each other");
+    });
     let fsid = cluster.fsid().context("the cluster does not say which one it is")?;
     let mounted = Mounted {
         process: std::process::id(),
@@ -293,6 +297,7 @@ fn serve(
         messenger: Some(messenger),
         way: Some(way_of(&options.monitors, &options.user, options.messenger)),
         cluster: Some(fsid),
+        between_osds: between_osds.ok(),
     };
     let file_system = FileSystem::new(cluster, (pools, mounted), store, locks);
     if let Some(listener) = listener {

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use vmseal_api::datastore::{Messenger, MountFacts, RbdPool};
+use vmseal_api::datastore::{BetweenOsds, Messenger, MountFacts, RbdPool};
 use vmseal_api::host::{DatastoreLocation, PoolKey, Remount};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_secret::SecretBytes;
@@ -69,7 +69,12 @@ impl Inside {
     fn facts_of(&self, pool: &RbdPool) -> MountFacts {
         let cluster = self.other_clusters.get(&pool.monitors);
         let cluster = cluster.map_or_else(|| CLUSTER.to_owned(), Clone::clone);
-        MountFacts { way: pool.way(), messenger: pool.messenger, cluster }
+        MountFacts {
+            way: pool.way(),
+            messenger: pool.messenger,
+            cluster,
+            between_osds: Some(BetweenOsds::MayBeClear),
+        }
     }
 
     pub fn remount(&mut self, remount: &Remount) -> Result<Option<String>, Problem> {

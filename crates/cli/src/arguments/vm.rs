@@ -632,6 +632,10 @@ pub struct Import {
     /// The datastore for the disks of the libvirt domain
     #[arg(long, value_name = "NAME", requires = "libvirt")]
     pub datastore: Option<String>,
+    /// A file in place of the image of a disk of the libvirt domain, such as vda:/srv/old/web.raw: a copy of what is in a Ceph
+    /// cluster or on a block device, in the format that the domain names; may be repeated
+    #[arg(long = "image", value_name = "TARGET:FILE", requires = "libvirt")]
+    pub images: Vec<String>,
     /// What a network of the libvirt domain becomes: `NETWORK:bridge=NAME`, `NETWORK:tap=NAME` or
     /// `NETWORK:user[,forward=FORWARD]`, such as default:bridge=virbr0; may be repeated
     #[arg(long = "network", value_name = "IN:OUT", requires = "libvirt")]

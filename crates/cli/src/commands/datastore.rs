@@ -103,7 +103,7 @@ pub async fn run(
 }
 
 /// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
-/// pool, and whether its OSDs are encrypted.
+/// pool, whether its OSDs are encrypted, and how data goes between them.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -118,5 +118,6 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
     lines.extend(datastore.osd_encryption.map(|facts| ("OSDS", facts.to_string())));
+    lines.extend(datastore_way::between_osds(datastore));
     lines
 }

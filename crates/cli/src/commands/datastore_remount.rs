@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(due(&datastore), ["b", "c"]);
         let mut mounted_otherwise = datastore.clone();
         let (messenger, cluster) = (Messenger::Crc, "fsid".to_owned());
-        let way = MountedWay { messenger, cluster, current: false };
+        let way = MountedWay { messenger, cluster, current: false, between_osds: None };
         mounted_otherwise.hosts[0].mounted = Some(way);
         assert_eq!(due(&mounted_otherwise), ["a", "b", "c"]);
         // One that was mounted by an earlier version does not say it.

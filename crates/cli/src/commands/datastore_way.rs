@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::datastore::{DatastoreHost, RbdPool, SetDatastore};
+use vmseal_api::datastore::{BetweenOsds, DatastoreHost, RbdPool, SetDatastore};
 use vmseal_api::model::{Datastore, RekeyedDatastore};
 
 use super::datastore_key;
@@ -89,6 +89,15 @@ pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines
 }
 
+/// How data goes between the OSDs of the cluster. Hosts that mounted the pool before this was changed may still say what was: the weaker
+/// answer is shown.
+pub fn between_osds(datastore: &Datastore) -> Option<(&'static str, String)> {
+    let mounted = datastore.hosts.iter().filter_map(|on| on.mounted.as_ref());
+    let told: Vec<_> = mounted.filter_map(|it| it.between_osds).collect();
+    let weaker = told.iter().find(|it| **it == BetweenOsds::MayBeClear).or(told.first())?;
+    Some(("OSDS", weaker.to_string()))
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -119,5 +128,29 @@ mod tests {
         let said = of_hosts(&serde_json::from_value(datastore).unwrap());
         let line = said.into_iter().map(|(_, line)| line).find(|it| it.contains("'c'")).unwrap();
         assert!(line.contains("has not said by which one"), "{line}");
+    }
+
+    #[test]
+    fn of_hosts_that_disagree_about_the_osds_the_weaker_one_counts() {
+        let said = |told: &[Option<&str>]| {
+            let on = |told: &Option<&str>| {
+                let mounted = json!({
+                    "messenger": "secure", "cluster": "fsid", "current": true, "between_osds": told,
+                });
+                let pool =
+                    json!({ "monitors": "v2:10.0.0.1:3300", "user": "client.a", "pool": "vms" });
+                let location = json!({ "kind": "rbd", "path": "/ceph", "pool": pool });
+                json!({ "host": "a", "location": location, "mounted": mounted })
+            };
+            let hosts: Vec<_> = told.iter().map(on).collect();
+            let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+            let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts });
+            between_osds(&serde_json::from_value(datastore).unwrap()).map(|(_, line)| line)
+        };
+        let secure = said(&[None, Some("secure")]).unwrap();
+        assert!(secure.contains("are to be encrypted"), "{secure}");
+        let clear = said(&[Some("secure"), Some("may_be_clear")]).unwrap();
+        assert!(clear.contains("may be in the clear"), "{clear}");
+        assert_eq!(said(&[None]), None, "an earlier version does not say it");
     }
 }

@@ -25,7 +25,8 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
         Some(file) => {
             let datastore = options.datastore.unwrap_or_default();
             let networks = libvirt::Networks::parse(&options.networks, &options.bridges)?;
-            let mut domain = libvirt::read(file, &networks)?;
+            let given = libvirt::Images::parse(&options.images)?;
+            let mut domain = libvirt::read(file, &networks, &given)?;
             let (kept, of_tpm) = (domain.variables.take(), domain.tpm_state.take());
             let mut request = from_domain(domain, &datastore, options.policy)?;
             request.name = options.name.unwrap_or(request.name);

@@ -1,6 +1,7 @@
 //! libvirt domains: read for an import, and printed for a running VM.
 
 mod forwards;
+mod images;
 mod interfaces;
 mod machine;
 mod networks;
@@ -9,6 +10,7 @@ mod read;
 mod tpm_state;
 mod write;
 
+pub use images::Images;
 pub use machine::Variables;
 pub use networks::Networks;
 pub use read::{Disk, Domain, networks_in, read};

@@ -13,6 +13,7 @@ use vmseal_api::limits::DESCRIPTION_MAX;
 use vmseal_api::request::CreateNic;
 use vmseal_api::transfer::ImageFormat;
 
+use super::images::{self, Images};
 use super::interfaces;
 use super::machine::{Variables, machine, variables};
 use super::networks::{self, Networks};
@@ -110,8 +111,9 @@ const OWN_DEVICES: [&str; 12] = [
 ];
 
 /// Elements of a disk that are read or refused, or that a VM has its own of.
-const KNOWN_OF_DISK: [&str; 9] = [
+const KNOWN_OF_DISK: [&str; 10] = [
     "driver",
+    "auth",
     "source",
     "target",
     "backingStore",
@@ -139,9 +141,9 @@ const LEFT_OF_DISK: [(&str, &str); 7] = [
 /// The size of a disk's logical block as every guest of vmseal sees it, in bytes.
 const LOGICAL_BLOCK: &str = "512";
 
-/// Reads a domain from a file; its cards are connected as `mapped` says.
-pub fn read(file: &Path, mapped: &Networks) -> anyhow::Result<Domain> {
-    parse(&text_in(file)?, mapped)
+/// Reads a domain from a file; its cards are connected as `mapped` says, and `given` is in place of images of its disks.
+pub fn read(file: &Path, mapped: &Networks, given: &Images) -> anyhow::Result<Domain> {
+    parse(&text_in(file)?, mapped, given)
         .with_context(|| format!("--libvirt: the domain in {} cannot be imported", file.display()))
 }
 
@@ -167,7 +169,7 @@ fn document(text: &str) -> anyhow::Result<Document<'_>> {
     Document::parse_with_options(text, options).context("it is not XML")
 }
 
-fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
+fn parse(text: &str, mapped: &Networks, given: &Images) -> anyhow::Result<Domain> {
     let document = document(text)?;
     let domain = document.root_element();
     ensure!(domain.tag_name().name() == "domain", "it is not a libvirt domain");
@@ -180,7 +182,7 @@ fn parse(text: &str, mapped: &Networks) -> anyhow::Result<Domain> {
         vcpus.parse().with_context(|| format!("'{vcpus}' is not a number of processors"))?;
     let memory = memory(child(domain, "memory").context("it names no memory")?)?;
     let devices = child(domain, "devices").context("it has no devices")?;
-    let disks = disks(devices, &mut warnings)?;
+    let disks = disks(devices, given, &mut warnings)?;
     let hardware = machine(domain, os, devices, &mut warnings)?;
     let memory = match hardware.memory_backing {
         MemoryBacking::Pages => Some(memory),
@@ -273,14 +275,19 @@ fn memory(node: Node<'_, '_>) -> anyhow::Result<u64> {
 }
 
 /// The disks; those with a place in the boot order first.
-fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Vec<Disk>> {
+fn disks(
+    devices: Node<'_, '_>,
+    given: &Images,
+    warnings: &mut Vec<String>,
+) -> anyhow::Result<Vec<Disk>> {
+    given.check(devices)?;
     let mut found = Vec::new();
     for node in devices.children().filter(|child| child.has_tag_name("disk")) {
         let target = child(node, "target").and_then(|target| target.attribute("dev"));
         let target = target.context("a disk has no target")?;
         match node.attribute("device").unwrap_or("disk") {
             "disk" => {
-                let disk = disk(node, target, warnings);
+                let disk = disk(node, target, given.get(target), warnings);
                 found.push(disk.with_context(|| format!("disk '{target}'"))?);
             }
             // Of the machine: no disks of the VM.
@@ -294,28 +301,22 @@ fn disks(devices: Node<'_, '_>, warnings: &mut Vec<String>) -> anyhow::Result<Ve
     Ok(found)
 }
 
-fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::Result<Disk> {
-    let kind = node.attribute("type").unwrap_or("file");
-    ensure!(
-        kind == "file",
-        "it is of type '{kind}'; only images in files can be imported: make one from it first (qemu-img convert)"
-    );
+/// A disk, with its own image or the one that is given in its place.
+fn disk(
+    node: Node<'_, '_>,
+    name: &str,
+    given: Option<&Path>,
+    warnings: &mut Vec<String>,
+) -> anyhow::Result<Disk> {
     let source = child(node, "source").context("it has no source")?;
-    let image = source.attribute("file").context("its source names no file")?;
-    let encrypted = [node, source].into_iter().any(|at| child(at, "encryption").is_some());
-    ensure!(
-        !encrypted,
-        "it is encrypted by QEMU: decrypt it first (qemu-img convert); the import encrypts it again"
-    );
     ensure!(
         child(node, "mirror").is_none(),
         "it is being copied by libvirt: end that first (virsh blockjob)"
     );
-    let backing = child(node, "backingStore");
-    ensure!(
-        backing.is_none_or(|backing| child(backing, "source").is_none()),
-        "it is a snapshot over another image, without which it is incomplete: make one image of both first (virsh blockcommit, or qemu-img convert)"
-    );
+    let image = match given {
+        Some(file) => file.to_owned(),
+        None => images::in_domain(node, source, name)?,
+    };
     let format = child(node, "driver").and_then(|driver| driver.attribute("type"));
     let format = format.context(
         "it names no format (<driver type='raw'/> or 'qcow2'), and formats are not detected",
@@ -323,24 +324,25 @@ fn disk(node: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) -> anyhow::R
     let format = ImageFormat::ALL.into_iter().find(|known| known.name() == format).with_context(
         || format!("its format is '{format}'; raw and qcow2 can be imported: convert it first (qemu-img convert)"),
     )?;
-    ensure!(
-        child(source, "slices").is_none(),
-        "it is a part of its image (<slices>), and all of it would be imported: make an image of that part first (dd)"
-    );
     let block = child(node, "blockio").and_then(|blockio| blockio.attribute("logical_block_size"));
     ensure!(
         block.is_none_or(|block| block == LOGICAL_BLOCK),
         "it has logical blocks of {} bytes, and its VM would see {LOGICAL_BLOCK}: the guest would not find its partition table",
         block.unwrap_or_default()
     );
-    left_of_disk(node, source, name, warnings);
+    left_of_disk(node, given.is_none().then_some(source), name, warnings);
     let boot = child(node, "boot").and_then(|boot| boot.attribute("order"));
     let boot = boot.map(str::parse).transpose().context("its boot order is not a number")?;
-    Ok(Disk { name: name.to_owned(), image: PathBuf::from(image), format, boot })
+    Ok(Disk { name: name.to_owned(), image, format, boot })
 }
 
-/// Reports what of a disk is not imported.
-fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: &mut Vec<String>) {
+/// Reports what of a disk is not imported, and of the source that its image comes from.
+fn left_of_disk(
+    node: Node<'_, '_>,
+    source: Option<Node<'_, '_>>,
+    name: &str,
+    warnings: &mut Vec<String>,
+) {
     let bus = child(node, "target").and_then(|target| target.attribute("bus"));
     if let Some(bus) = bus.filter(|bus| *bus != "virtio") {
         warnings.push(format!(
@@ -352,7 +354,8 @@ fn left_of_disk(node: Node<'_, '_>, source: Node<'_, '_>, name: &str, warnings: 
         let what = known.map_or_else(|| format!("<{element}>"), |(_, what)| (*what).to_owned());
         warnings.push(format!("of disk '{name}': {what}"));
     }
-    for (element, _) in unknown(source, &KNOWN_OF_SOURCE) {
+    let of_source = source.map(|source| unknown(source, &KNOWN_OF_SOURCE)).unwrap_or_default();
+    for (element, _) in of_source {
         warnings.push(format!("of disk '{name}': <{element}> of its source"));
     }
 }
@@ -399,7 +402,7 @@ mod tests {
     const DOMAIN: &str = include_str!("../../tests/libvirt/web.xml");
 
     fn parse(text: &str) -> anyhow::Result<Domain> {
-        super::parse(text, &Networks::default())
+        super::parse(text, &Networks::default(), &Images::default())
     }
 
     fn changed(from: &str, to: &str) -> String {
@@ -479,12 +482,13 @@ mod tests {
     #[test]
     fn a_network_that_was_said_to_be_a_bridge_is_one() {
         let option = ["default:bridge=virbr0".to_owned()];
-        let domain = super::parse(DOMAIN, &Networks::parse(&option, &[]).unwrap()).unwrap();
+        let parse = |mapped: &Networks| super::parse(DOMAIN, mapped, &Images::default());
+        let domain = parse(&Networks::parse(&option, &[]).unwrap()).unwrap();
         let nics: Vec<_> = domain.nics.iter().map(|nic| nic.backend.to_string()).collect();
         assert_eq!(nics, ["bridge virbr0", "bridge br0"]);
         assert!(!domain.warnings.join("\n").contains("'default'"), "{:?}", domain.warnings);
         let option = ["lab:user".to_owned()];
-        let refused = super::parse(DOMAIN, &Networks::parse(&option, &[]).unwrap()).unwrap_err();
+        let refused = parse(&Networks::parse(&option, &[]).unwrap()).unwrap_err();
         assert!(refused.to_string().contains("no network 'lab'"), "{refused}");
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), DOMAIN).unwrap();
@@ -532,6 +536,26 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_is_given_is_in_place_of_an_image_that_is_in_none() {
+        let rbd = "<auth username='web'/><source protocol='rbd' name='vms/data'><host name='ceph1'/></source>";
+        let text = DOMAIN
+            .replacen("type='file' device='disk'", "type='network' device='disk'", 1)
+            .replace("<source file='/srv/data.img'/>", rbd);
+        assert!(text.contains("'network' device") && text.contains(rbd), "{text}");
+        let refused = format!("{:#}", parse(&text).unwrap_err());
+        let told = "(rbd --id web -m ceph1 export vms/data FILE)";
+        assert!(refused.contains("disk 'vda'") && refused.contains(told), "{refused}");
+        let given = Images::parse(&["vda:/srv/copy.raw".to_owned()]).unwrap();
+        let domain = super::parse(&text, &Networks::default(), &given).unwrap();
+        let data = domain.disks.iter().find(|disk| disk.name == "vda").unwrap();
+        assert_eq!(data.image, PathBuf::from("/srv/copy.raw"));
+        assert_eq!(data.format, ImageFormat::Raw);
+        // Nothing of a source is left behind that is not looked at.
+        let said = domain.warnings.join("\n");
+        assert!(!said.contains("of its source") && !said.contains("<auth>"), "{said}");
+    }
+
+    #[test]
     fn domains_that_would_lose_data_or_cannot_run_are_refused() {
         let source = "<source file='/srv/data.img'/>";
         for (from, to, reason) in [
@@ -540,7 +564,11 @@ mod tests {
             ("type='file' device='disk'", "type='block' device='disk'", "type 'block'"),
             ("type='file' device='disk'", "type='network' device='disk'", "type 'network'"),
             (source, "<source dev='/dev/sdb'/>", "names no file"),
-            (source, "<source file='/x'><encryption format='luks'/></source>", "encrypted by QEMU"),
+            (
+                source,
+                "<source file='/x'><encryption format='luks'/></source>",
+                "encrypted by libvirt",
+            ),
             (source, "<source file='/x'/><mirror type='file'/>", "blockjob"),
             (
                 source,

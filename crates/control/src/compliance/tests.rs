@@ -1,5 +1,5 @@
 use jiff::Timestamp;
-use vmseal_api::datastore::MountFacts;
+use vmseal_api::datastore::{BetweenOsds, MountFacts};
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Vm;
@@ -170,8 +170,14 @@ async fn connections_are_judged_by_the_mount_that_is_there() {
     drop(read);
     let disks = fixture.disks(web.id).await;
     let secure = Policy { messenger: Some(Messenger::Secure), ..policy };
-    let mounted =
-        |messenger| MountFacts { way: "a".to_owned(), messenger, cluster: "b".to_owned() };
+    // It is the cluster's own, and no part of what a policy requires of a host's connections.
+    let between_osds = Some(BetweenOsds::MayBeClear);
+    let mounted = |messenger| MountFacts {
+        way: "a".to_owned(),
+        messenger,
+        cluster: "b".to_owned(),
+        between_osds,
+    };
     let now = Some(Timestamp::now());
     for (mount, changed, deviating) in [
         (Some(mounted(Messenger::Crc)), None, 2),

@@ -36,10 +36,11 @@ pub(super) fn shown(datastore: datastores::Datastore) -> Datastore {
         };
         let mounted_key = on.mounted_key.map(mounted);
         let way = on.location.pool().map(RbdPool::way);
-        let mounted = on.mount.map(|MountFacts { way: mounted, messenger, cluster }| {
-            let current = way.as_ref() == Some(&mounted);
-            MountedWay { messenger, cluster, current }
-        });
+        let mounted =
+            on.mount.map(|MountFacts { way: mounted, messenger, cluster, between_osds }| {
+                let current = way.as_ref() == Some(&mounted);
+                MountedWay { messenger, cluster, current, between_osds }
+            });
         DatastoreHost { host: on.host_name, location: on.location, mounted_key, mounted }
     };
     let is_pool = datastore.hosts.iter().any(|on| on.location.pool().is_some());

@@ -246,7 +246,7 @@ async fn a_pool_that_the_policy_does_not_allow_is_no_place_for_disks_that_move_w
     };
     let (way, cluster) = (pool.way(), "fsid".to_owned());
     pool.messenger = Messenger::Secure;
-    let mounted = MountFacts { way, messenger: Messenger::Crc, cluster };
+    let mounted = MountFacts { way, messenger: Messenger::Crc, cluster, between_osds: None };
     changed.hosts[0].mount = Some(mounted);
     assert!(refusal(&secure, &changed, host).unwrap().contains("still has it mounted"));
     // Another host that shares it, at the same place, has mounted it anew.
