@@ -430,10 +430,13 @@ impl Runner<'_> {
                 None => {
                     self.note_queued(awaited).await;
                     let mut requests = requests.clone();
+                    // Also where that was asked for before: between two steps, or before the server restarted.
+                    let cancelled =
+                        async { requests.wait_for(|asked| asked.cancelled).await.is_ok() };
                     tokio::select! {
                         share = permits.acquire_owned() => share.ok(),
                         // The step checks whether it is cancelled.
-                        Ok(()) = requests.changed() => None,
+                        true = cancelled => None,
                     }
                 }
             },

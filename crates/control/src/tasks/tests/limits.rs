@@ -1,6 +1,7 @@
 //! Concurrency limits of one host.
 
-use vmseal_api::host::ImageSource;
+use vmseal_api::datastore::{Messenger, RbdPool};
+use vmseal_api::host::{Allocation, DatastoreLocation, DiskRole, ImageSource};
 use vmseal_api::id::TaskId;
 use vmseal_api::model::WaitingOn;
 use vmseal_api::transfer::ImageFormat;
@@ -39,6 +40,16 @@ pub(super) async fn copied(fixture: &Fixture, vms: &[VmId]) -> Vec<TaskId> {
     let all_work = async || (fixture.calls(Call::PutJob) >= puts + vms.len()).then_some(());
     fixture.eventually("the host copies all disks", all_work).await;
     tasks
+}
+
+/// Begins to copy a disk of VM 'web', whose host copies as much as it may, and waits until that is queued.
+async fn queued_copy(fixture: &Fixture, vm: VmId) -> Task {
+    let task = fixture.begin(export_of(fixture, vm).await, "web").await;
+    let is_queued = async || {
+        let seen = fixture.task(task).await;
+        (seen.state == TaskState::Queued && seen.step == "write-file").then_some(seen)
+    };
+    fixture.eventually("the copy is queued", is_queued).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -102,12 +113,7 @@ async fn a_copy_that_waits_for_its_turn_says_what_has_the_turns_and_has_the_next
     let (vms, last) = (vms_to_copy(&fixture).await, fixture.made("web", "plain").await);
     fixture.agent.set_work(LONG);
     let copies = copied(&fixture, &vms).await;
-    let task = fixture.begin(export_of(&fixture, last).await, "web").await;
-    let is_queued = async || {
-        let seen = fixture.task(task).await;
-        (seen.state == TaskState::Queued && seen.step == "write-file").then_some(seen)
-    };
-    let seen = fixture.eventually("the copy is queued", is_queued).await;
+    let seen = queued_copy(&fixture, last).await;
     let shown = fixture.engine.shown(&seen);
     let waiting = shown.waiting.as_ref().unwrap();
     assert_eq!((waiting.on, waiting.name.as_str()), (WaitingOn::Turn, "here"));
@@ -115,10 +121,26 @@ async fn a_copy_that_waits_for_its_turn_says_what_has_the_turns_and_has_the_next
     assert!(shown.at().contains(&told), "{}", shown.at());
     fixture.engine.cancel(&copies[0].to_string(), "me").await.unwrap();
     let has_it = async || {
-        let seen = fixture.task(task).await;
+        let seen = fixture.task(seen.id).await;
         (seen.state == TaskState::Running).then_some(seen)
     };
     assert_eq!(fixture.eventually("it has its turn", has_it).await.waiting, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_queued_task_that_was_cancelled_before_a_crash_does_not_wait_for_its_turn() {
+    let mut fixture = Fixture::new().await;
+    let (vms, last) = (vms_to_copy(&fixture).await, fixture.made("web", "plain").await);
+    fixture.agent.set_work(LONG);
+    let copies = copied(&fixture, &vms).await;
+    let task = queued_copy(&fixture, last).await.id;
+    fixture.engine.stop();
+    fixture.engine.cancel(&task.to_string(), "me").await.unwrap();
+    fixture.restart(|_| {}).await;
+    assert_eq!(fixture.ended(task).await.state, TaskState::Cancelled);
+    for copy in copies {
+        assert!(fixture.task(copy).await.ended.is_none());
+    }
 }
 
 /// What a step counts as for a VM with a disk that is to be made, and that this changes.
@@ -142,6 +164,28 @@ async fn work_is_short_unless_it_is_about_whole_disks() {
         let path = "/images/web.raw".into();
         disk.image = Some(ImageSource { path, format: ImageFormat::Raw, force: false });
     };
+    let of_the_machine = |disk: &mut Disk| {
+        let path = "/images/variables.fd".into();
+        disk.image = Some(ImageSource { path, format: ImageFormat::Raw, force: false });
+        disk.role = DiskRole::UefiVariables;
+    };
+    let preallocated = |disk: &mut Disk| disk.allocation = Allocation::Preallocated;
+    let preallocated_in_a_pool = |disk: &mut Disk| {
+        disk.allocation = Allocation::Preallocated;
+        let pool = RbdPool {
+            monitors: "v2:10.0.0.1:3300".to_owned(),
+            user: "client.vmseal".to_owned(),
+            keyring: None,
+            pool: "vms".to_owned(),
+            namespace: None,
+            data_pool: None,
+            messenger: Messenger::Secure,
+            create: None,
+            changed: None,
+        };
+        let pool = Box::new(pool);
+        disk.datastore.location = DatastoreLocation::Rbd { path: "/ceph".into(), pool };
+    };
     let clone = |vm, linked: bool| {
         let (origin, disk) = (VmId::new(), DiskId::new());
         let copies = Copies {
@@ -157,6 +201,9 @@ async fn work_is_short_unless_it_is_about_whole_disks() {
     let prove = |vm, all| Operation::ProveVm { vm, all, seed: 1 };
     assert_eq!(share(Limit::NewDisks, create, |_| {}).await, Share::ShortWork);
     assert_eq!(share(Limit::NewDisks, create, from_an_image).await, Share::Fills);
+    assert_eq!(share(Limit::NewDisks, create, of_the_machine).await, Share::ShortWork);
+    assert_eq!(share(Limit::NewDisks, create, preallocated).await, Share::ShortWork);
+    assert_eq!(share(Limit::NewDisks, create, preallocated_in_a_pool).await, Share::Fills);
     assert_eq!(share(Limit::NewDisks, |vm| clone(vm, false), |_| {}).await, Share::Copies);
     assert_eq!(share(Limit::NewDisks, |vm| clone(vm, true), |_| {}).await, Share::ShortWork);
     assert_eq!(share(Limit::Proof, |vm| prove(vm, true), |_| {}).await, Share::Copies);
