@@ -66,22 +66,24 @@ impl Share {
 
     /// What a task shows that waits for a permit of the host or the provider of this name.
     pub(super) fn awaited(self, name: String) -> Waiting {
-        let whose = match self {
+        let what = match self {
             Self::Copies => format!("copy or read disks on host '{name}'"),
             Self::Fills => format!("fill new disks on host '{name}'"),
             Self::ShortWork => format!("do short work on host '{name}'"),
             Self::ProviderCalls => format!("use key provider '{name}'"),
         };
-        let detail = format!("{} tasks {whose}, as many as may at a time", self.permits());
+        let detail = format!("{} tasks {what}, as many as may at a time", self.permits());
         Waiting { on: WaitingOn::Turn, name, detail }
     }
 }
 
-/// Whether a disk that is not made yet is written whole: from an image, or to get its room in a pool of Ceph.
+/// Whether a disk that is not made yet is written whole: from an image, or to get its room in a pool of Ceph. Those of the
+/// machine itself, such as for its UEFI variables, are small, whatever they are made of.
 fn is_to_be_filled(disk: &Disk) -> bool {
     let is_in_pool = matches!(disk.datastore.location, DatastoreLocation::Rbd { .. });
     let is_preallocated = disk.allocation == Allocation::Preallocated;
-    disk.facts.is_none() && (disk.image.is_some() || (is_in_pool && is_preallocated))
+    let is_written = disk.image.is_some() || (is_in_pool && is_preallocated);
+    disk.facts.is_none() && disk.role.is_data() && is_written
 }
 
 /// The permits of hosts and providers.
