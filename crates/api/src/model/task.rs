@@ -81,9 +81,10 @@ pub struct Task {
 pub struct Waiting {
     /// What kind of thing.
     pub on: WaitingOn,
-    /// Which, by name: a host, a provider; a time for `time`, an id for `task`.
+    /// Which, by name: a host, a provider; a time for `time`, an id for `task`, the host or provider for `turn`.
     pub name: String,
-    /// What was answered last, where something was; and what can be done if nothing is ever answered, where that is not plain.
+    /// What was answered last, where something was; and what can be done if nothing is ever answered, where that is not plain. For
+    /// `turn`, what the tasks do that have the turns.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -100,6 +101,7 @@ impl std::fmt::Display for Waiting {
             ),
             WaitingOn::Time => write!(f, "waiting until {name}"),
             WaitingOn::Task => write!(f, "waiting for task {name} (vmseal task show {name})"),
+            WaitingOn::Turn => write!(f, "queued: {}", self.detail),
         }
     }
 }
@@ -115,7 +117,8 @@ impl Task {
             (_, state) if self.paused && state.is_open() => {
                 format!("{step}: paused (vmseal task resume {})", self.id)
             }
-            (_, TaskState::Queued) => format!("{step}: queued"),
+            (Some(waiting), TaskState::Queued) => format!("{step}: {waiting}"),
+            (None, TaskState::Queued) => format!("{step}: queued"),
             (_, TaskState::RollingBack) => format!("rolling back: {step}"),
             _ => step.clone(),
         }
@@ -137,6 +140,8 @@ pub enum WaitingOn {
     Time,
     /// Another task of its VM.
     Task,
+    /// Its turn: as many tasks as may do the same on its host, or use its key provider, do. The task is `queued`.
+    Turn,
 }
 
 /// How a task stands.
@@ -144,7 +149,7 @@ pub enum WaitingOn {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum TaskState {
-    /// It waits for its turn: as many tasks as may work on its host or with its key provider do.
+    /// It waits for its turn: as many tasks as may do the same on its host, or use its key provider, do.
     Queued,
     /// It goes on, also after a restart of the server.
     Running,

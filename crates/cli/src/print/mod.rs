@@ -10,7 +10,7 @@ mod table;
 use serde::Serialize;
 use vmseal_api::compliance::Deviation;
 use vmseal_api::host::DiskRole;
-use vmseal_api::model::{Disk, Nic, Task, Vm};
+use vmseal_api::model::{Disk, Nic, Task, Vm, Waiting, WaitingOn};
 use vmseal_api::nic::{NicLink, PortForward};
 
 pub use self::rates::VmRates;
@@ -98,7 +98,9 @@ fn yaml<T: Serialize>(item: &T) -> anyhow::Result<String> {
 pub fn task_details(task: &Task) -> Vec<(&'static str, String)> {
     let mut details = migration::details(task);
     details.extend(task.former_images.iter().map(|image| ("FORMER IMAGE", image.to_string())));
-    let waiting = task.waiting.iter().filter(|waiting| !waiting.detail.is_empty());
+    // What has the turns stands in the column of the step.
+    let is_more = |it: &&Waiting| !it.detail.is_empty() && it.on != WaitingOn::Turn;
+    let waiting = task.waiting.iter().filter(is_more);
     details.extend(waiting.map(|waiting| ("WAITS", waiting.detail.clone())));
     details.extend(task.problem.iter().map(|problem| ("PROBLEM CODE", word(&problem.code))));
     details
@@ -298,6 +300,16 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let said = error.to_string();
         assert!(said.contains("'colour'") && said.contains("target, state, step"), "{said}");
+    }
+
+    #[test]
+    fn a_queued_task_says_once_what_has_the_turns() {
+        let (name, detail) = ("here".to_owned(), "4 tasks copy".to_owned());
+        let waiting = Some(Waiting { on: WaitingOn::Turn, name, detail });
+        let task = Task { state: TaskState::Queued, waiting, ..task("a", None) };
+        let shown = table::upright(&task, &task_details(&task));
+        assert_eq!(shown.matches("queued: 4 tasks copy").count(), 1, "{shown}");
+        assert_eq!(shown.matches("4 tasks copy").count(), 1, "{shown}");
     }
 
     #[test]

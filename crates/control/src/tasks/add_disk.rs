@@ -55,7 +55,7 @@ impl super::step::Step for AddDiskStep {
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::CreateDisk => Some(Limit::HostWork),
+            Self::CreateDisk => Some(Limit::NewDisks),
             _ => None,
         }
     }

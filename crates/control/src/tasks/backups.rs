@@ -218,8 +218,8 @@ impl Step for BackupStep {
             | Self::DropSnapshot
             | Self::DropLeft
             | Self::Verify
-            | Self::MakeTpm
-            | Self::WriteImages => Some(Limit::HostWork),
+            | Self::WriteImages => Some(Limit::Copy),
+            Self::MakeTpm => Some(Limit::Short),
             _ => None,
         }
     }

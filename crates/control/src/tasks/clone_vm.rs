@@ -153,7 +153,7 @@ impl Step for CloneVmStep {
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::DropSnapshot => Some(Limit::HostWork),
+            Self::DropSnapshot => Some(Limit::Copy),
             _ => None,
         }
     }

@@ -80,7 +80,7 @@ impl super::step::Step for CreateVmStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::MakeKey | Self::DeliverKey | Self::PrepareOrigin => Some(Limit::Provider),
-            Self::CreateDisks => Some(Limit::HostWork),
+            Self::CreateDisks => Some(Limit::NewDisks),
             _ => None,
         }
     }

@@ -94,7 +94,7 @@ impl Step for DumpStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::Prepare => Some(Limit::Provider),
-            Self::Dump | Self::WriteFile => Some(Limit::HostWork),
+            Self::Dump | Self::WriteFile => Some(Limit::Short),
             _ => None,
         }
     }

@@ -539,10 +539,10 @@ impl Engine {
             created: task.created,
             ended: task.ended,
             request_id: task.request_id.as_ref().map(ToString::to_string),
-            waiting: task
-                .waiting
-                .clone()
-                .filter(|_| matches!(task.state, TaskState::Waiting | TaskState::RollingBack)),
+            waiting: task.waiting.clone().filter(|_| {
+                let waits = [TaskState::Queued, TaskState::Waiting, TaskState::RollingBack];
+                waits.contains(&task.state)
+            }),
             parent: task.parent,
             not_before: task.not_before,
             problem: task.problem.clone(),

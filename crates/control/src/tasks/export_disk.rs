@@ -58,7 +58,7 @@ impl super::step::Step for ExportDiskStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::Prepare => Some(Limit::Provider),
-            Self::WriteFile => Some(Limit::HostWork),
+            Self::WriteFile => Some(Limit::Copy),
             _ => None,
         }
     }

@@ -168,7 +168,7 @@ impl Step for MirrorVmStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::MakeKey | Self::Prepare | Self::DestroyKey => Some(Limit::Provider),
-            Self::Clear | Self::Copy | Self::DropSource => Some(Limit::HostWork),
+            Self::Clear | Self::Copy | Self::DropSource => Some(Limit::Copy),
             Self::Check | Self::Switch | Self::ForgetKey => None,
         }
     }

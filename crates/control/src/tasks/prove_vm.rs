@@ -57,7 +57,7 @@ impl Step for ProveVmStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::Prepare => Some(Limit::Provider),
-            Self::Prove => Some(Limit::HostWork),
+            Self::Prove => Some(Limit::Proof),
             Self::Record => None,
         }
     }

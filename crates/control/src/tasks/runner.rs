@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use jiff::Timestamp;
-use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit, watch};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, watch};
 use vmseal_api::model::{TaskState, Waiting, WaitingOn};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -38,13 +38,14 @@ use super::environment::{Environment, Retry};
 #[cfg(test)]
 use super::environment::{Fault, FaultPoint};
 use super::held_steps::Moment;
+use super::limits::Share;
 use super::run::{LiveProgress, Requests, Run, StepError};
 use super::step::{Awaited, Limit, Output, Step, WaitPolicy};
 use super::waits::{self, FailureKind};
 use super::{beside, limits, migrate_vm, steps};
 use crate::hosts::is_silence;
 use crate::store::tasks::Task;
-use crate::store::vms;
+use crate::store::{disks, providers, vms};
 
 /// Why running a task stopped before its end.
 pub(super) enum Interrupted {
@@ -348,6 +349,16 @@ impl Runner<'_> {
         }
     }
 
+    /// Publishes that the task waits for its turn. One that is shown as waiting for something else stays so.
+    async fn note_queued(&mut self, awaited: Waiting) {
+        if matches!(self.task.state, TaskState::Running | TaskState::Queued) {
+            tracing::info!(task = %self.task.id, detail = awaited.detail, "queued");
+            self.task.waiting = Some(awaited);
+            self.task.state = TaskState::Queued;
+            self.environment.save(&self.task, None).await;
+        }
+    }
+
     /// Publishes that the task is paused.
     async fn note_paused(&mut self) {
         if self.task.waiting.is_some() || self.task.state != TaskState::Waiting {
@@ -412,43 +423,54 @@ impl Runner<'_> {
         step: &dyn Step,
         requests: &watch::Receiver<Requests>,
     ) -> Option<OwnedSemaphorePermit> {
-        let share = match self.shares(step).await {
+        let share = match self.permits(step).await {
             None => None,
-            Some(shares) => match limits::try_take(&shares) {
+            Some((permits, awaited)) => match limits::try_take(&permits) {
                 Some(share) => Some(share),
                 None => {
-                    if self.task.state == TaskState::Running {
-                        self.task.state = TaskState::Queued;
-                        self.environment.save(&self.task, None).await;
-                    }
+                    self.note_queued(awaited).await;
                     let mut requests = requests.clone();
+                    // Also where that was asked for before: between two steps, or before the server restarted.
+                    let cancelled =
+                        async { requests.wait_for(|asked| asked.cancelled).await.is_ok() };
                     tokio::select! {
-                        share = shares.acquire_owned() => share.ok(),
+                        share = permits.acquire_owned() => share.ok(),
                         // The step checks whether it is cancelled.
-                        Ok(()) = requests.changed() => None,
+                        true = cancelled => None,
                     }
                 }
             },
         };
         if self.task.state == TaskState::Queued {
-            self.task.state = TaskState::Running;
-            self.environment.save(&self.task, None).await;
+            self.note_running().await;
         }
         share
     }
 
-    async fn shares(&self, step: &dyn Step) -> Option<Arc<tokio::sync::Semaphore>> {
+    /// The permits of which the step needs one, and what the task shows that waits for one.
+    async fn permits(&self, step: &dyn Step) -> Option<(Arc<Semaphore>, Waiting)> {
         if self.task.state == TaskState::RollingBack {
             return None;
         }
         let limit = step.limit()?;
         let mut read = self.environment.context.store.read().await.ok()?;
         let vm = vms::get(&mut read, self.vm_id).await.ok()??;
-        let whose = match limit {
-            Limit::HostWork => vm.host.0,
-            Limit::Provider => vm.provider?.0,
+        let to_make = match limit {
+            Limit::NewDisks => disks::of_vm(&mut read, self.vm_id).await.ok()?,
+            Limit::Copy | Limit::Proof | Limit::Short | Limit::Provider => Vec::new(),
         };
-        Some(self.environment.limits.of(limit, whose))
+        let share = Share::of(limit, &self.task.operation, &to_make);
+        let (whose, name) = match limit {
+            Limit::Provider => {
+                let id = vm.provider?;
+                let found = providers::find(&mut read, &id.to_string()).await.ok().flatten();
+                (id.0, found.map(|found| found.name).unwrap_or_default())
+            }
+            Limit::Copy | Limit::NewDisks | Limit::Proof | Limit::Short => {
+                (vm.host.0, vm.host_name)
+            }
+        };
+        Some((self.environment.limits.of(share, whose), share.awaited(name)))
     }
 
     /// Waits until a provider can be used again (true), a user requests something of the task, or a pause is over.

@@ -137,7 +137,7 @@ impl Step for SnapshotStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::Prepare | Self::Start => Some(Limit::Provider),
-            Self::Merge => Some(Limit::HostWork),
+            Self::Merge => Some(Limit::Copy),
             _ => None,
         }
     }

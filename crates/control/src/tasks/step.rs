@@ -46,11 +46,17 @@ impl WaitPolicy {
     pub const BOTH: Self = Self { host: true, provider: true };
 }
 
-/// A kind of work with a concurrency limit.
+/// A kind of work with a concurrency limit ([`super::limits`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limit {
-    /// Long work on a host: disks are filled or written.
-    HostWork,
+    /// Whole disks are copied, read or overwritten on a host.
+    Copy,
+    /// Disks are made on a host: what they are made of says how long that takes.
+    NewDisks,
+    /// A host reads all of a VM's files, or a sample of them.
+    Proof,
+    /// Work on a host that takes minutes at most, however large disks are.
+    Short,
     /// Calls of a key provider.
     Provider,
 }

@@ -75,7 +75,7 @@ impl Step for ElsewhereStep {
 
     fn limit(&self) -> Option<Limit> {
         match self {
-            Self::Send => Some(Limit::HostWork),
+            Self::Send => Some(Limit::Copy),
             Self::Arrive => Some(Limit::Provider),
             _ => None,
         }

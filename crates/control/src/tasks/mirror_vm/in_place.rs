@@ -135,7 +135,7 @@ impl Step for InPlaceStep {
     fn limit(&self) -> Option<Limit> {
         match self {
             Self::MakeKey | Self::Prepare | Self::DestroyKey => Some(Limit::Provider),
-            Self::Convert => Some(Limit::HostWork),
+            Self::Convert => Some(Limit::Copy),
             Self::Check
             | Self::Ready
             | Self::Begin

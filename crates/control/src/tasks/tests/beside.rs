@@ -12,13 +12,13 @@ use vmseal_secret::sealed_box::Recipient;
 use super::backups::Backup;
 use super::clones::Cloned;
 use super::dumps::Dump;
+use super::limits::{copied, vms_to_copy};
 use super::migrate::Disks;
 use super::mirror::{Mirror, What};
 use super::snapshots::Snapshot;
 use super::*;
 use crate::services::{Caller, Outcome, create_vm, vms};
-use crate::tasks::limits::{HOST_WORK, PROVIDER_CALLS};
-use crate::tasks::step::Limit;
+use crate::tasks::limits::{PROVIDER_CALLS, Share};
 
 const fn mirror(what: What, runs: bool) -> Kind {
     Kind::Mirror(Mirror { what, runs, in_place: false })
@@ -261,7 +261,7 @@ async fn a_start_that_waits_for_a_copy_holds_no_permit_and_is_cancelled() {
     let started = fixture.begin(start(vm), "web").await;
     waits_for(&fixture, started, task).await;
     let provider = fixture.vm(vm).await.unwrap().provider.unwrap();
-    let permits = fixture.engine.environment.limits.of(Limit::Provider, provider.0);
+    let permits = fixture.engine.environment.limits.of(Share::ProviderCalls, provider.0);
     assert_eq!(permits.available_permits(), PROVIDER_CALLS);
     fixture.engine.cancel(&started.to_string(), "me").await.unwrap();
     let ended = fixture.ended(started).await;
@@ -278,14 +278,9 @@ async fn a_vm_is_started_while_a_copy_of_it_is_queued() {
     let kind = Mirror { what: What::Encrypt, runs: false, in_place: false };
     let fixture = Fixture::new().await;
     let vm = kind.before(&fixture).await;
-    let puts = fixture.calls(Call::PutJob);
+    let others = vms_to_copy(&fixture).await;
     fixture.agent.set_work(LONG);
-    let mut others = Vec::new();
-    for index in 0..HOST_WORK {
-        others.push(fixture.create(&format!("other{index}"), "plain").await.1);
-    }
-    let all_work = async || (fixture.calls(Call::PutJob) >= puts + HOST_WORK).then_some(());
-    fixture.eventually("the host has as much work as it may", all_work).await;
+    let others = copied(&fixture, &others).await;
     let (_, task) = Kind::Mirror(kind).begin(&fixture, Some(vm)).await;
     let is_queued = async || {
         let seen = fixture.task(task).await;

@@ -8,10 +8,10 @@ use vmseal_api::request::{EncryptVm, ExportDisk, RecryptVm, SetTask};
 use vmseal_api::transfer::Progress;
 use vmseal_secret::sealed_box::Recipient;
 
+use super::limits::{copied, vms_to_copy};
 use super::mirror::{Mirror, What};
 use super::*;
 use crate::services::{self, Caller, Outcome};
-use crate::tasks::limits::HOST_WORK;
 use crate::tasks::pacing::PaceChange;
 use crate::tasks::run::Seen;
 
@@ -186,25 +186,13 @@ async fn the_removal_of_former_images_is_paused_and_is_then_done() {
 
 /// Others have the turn of a task that is paused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_paused_copy_lets_other_work_on_its_host_go_first() {
+async fn a_paused_copy_lets_other_copies_on_its_host_go_first() {
     let fixture = Fixture::new().await;
+    let others = vms_to_copy(&fixture).await;
     let (_, task) = fixture.copying(ENCRYPT).await;
     fixture.change_pace(task, PaceChange::Pause).await.unwrap();
     fixture.is_paused(task).await;
-    let mut tasks = Vec::new();
-    for index in 0..HOST_WORK {
-        tasks.push(fixture.create(&format!("web{index}"), "plain").await.1);
-    }
-    let all = async || {
-        for task in &tasks {
-            let task = fixture.task(*task).await;
-            if task.state != TaskState::Running || task.step != "create-disks" {
-                return None;
-            }
-        }
-        Some(())
-    };
-    fixture.eventually("all others work", all).await;
+    copied(&fixture, &others).await;
 }
 
 #[tokio::test]
