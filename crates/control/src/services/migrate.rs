@@ -18,6 +18,7 @@ use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
 mod at_rest;
+mod connection;
 mod copies;
 pub mod evacuate;
 mod kept;
@@ -25,6 +26,7 @@ mod key;
 mod medium;
 mod remote;
 
+pub(super) use self::connection::require_reached;
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
 pub(super) use self::key::{fault_of_start, require_key_or_wait};
@@ -495,6 +497,7 @@ async fn fits(
         .map_err(failed)?;
     medium::require_same(services, vm, &host, &*agent).await?;
     examine(&*agent, vm.id, spec.nics(), (&spec.hardware, spec.memory)).await?;
+    require_reached(services, vm, &host, &there).await?;
     let encrypted = is_encrypted(services, vm, &host);
     let downtime_milliseconds =
         downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
