@@ -1,8 +1,8 @@
 //! The accepting end: one port of the agent, and the migrations that it expects there.
 //!
 //! A stranger gets nothing but an answer to a hello that names a migration which is expected. Keys are derived, and a stream is taken, only
-//! once the other end has proved that it has the spec. Everybody else is closed and counted, but who closes the
-//! connection without a word: so another host tries, before a migration, whether it gets here.
+//! once the other end has proved that it has the spec. Everybody else is closed and counted, except one that closes the connection before
+//! its first byte: another host tries so, before a migration, whether it can connect.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
