@@ -114,7 +114,7 @@ pub(super) async fn choose(
     let way = asked.way(request.datastore.as_deref()).await?;
     if let Way::Sent { .. } = way {
         asked.require_sendable(&there)?;
-        let reached = require_reached(services, origin, asked.host, &there).await;
+        let reached = require_reached(services, origin, asked.host).await;
         reached.map_err(|why| asked.refused(&why))?;
     }
     let (host, datastores) = (host.clone(), datastores.clone());
