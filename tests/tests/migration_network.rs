@@ -1,5 +1,5 @@
 //! Tests of the network between two hosts while a VM migrates. Whoever captures its packets reads nothing of an encrypted guest. When
-//! the link is cut, the guest keeps running on one host and loses no data.
+//! the link is cut, the guest keeps running on one host and loses no data. Before a migration the link is tried.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -13,6 +13,7 @@ use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, 
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::network::{ip, own_namespace};
+use vmseal_tests::rest::scrape;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::two_hosts::{
     HERE, THERE, add_host_with_datastore, only_host, other, rounds_of_kills,
@@ -89,6 +90,42 @@ fn whoever_listens_between_the_hosts_reads_nothing_of_a_guest_that_is_sent_encry
         assert_eq!(captured(&here, to).texts, read, "{mode}");
         has_lost_nothing(&here);
     }
+}
+
+#[test]
+fn an_address_that_is_not_reached_is_refused_before_anything_is_begun() {
+    if !own_namespace().unwrap() {
+        return;
+    }
+    let here = two_hosts("encrypted");
+    let tasks = here.json(&["task", "list"]).unwrap();
+    let before = here.vm(VM).unwrap()["host"].clone();
+    let port = format!("{RECEIVES_AT}:");
+    link(false);
+    for begin in [&["vm", "migrate", VM, THERE, "--dry-run"][..], &["vm", "migrate", VM, THERE][..]]
+    {
+        let told = here.refused(begin).unwrap();
+        let names = [
+            "VM 'web' cannot go to host 'there'",
+            port.as_str(),
+            "is not reached from the VM's host 'here'",
+            "--migration-listen",
+        ];
+        assert!(names.iter().all(|name| told.contains(name)), "{told}");
+    }
+    assert_eq!(here.json(&["task", "list"]).unwrap(), tasks, "a task was begun");
+    assert_eq!(here.vm(VM).unwrap()["host"], before);
+    has_lost_nothing(&here);
+
+    // The port is tried without a trace at the other host, and the VM moves.
+    link(true);
+    let planned = here.vmseal(&["vm", "migrate", VM, THERE, "--dry-run"]).unwrap();
+    assert!(planned.contains("choose host 'there'"), "{planned}");
+    here.vmseal(&["vm", "migrate", VM, THERE]).unwrap();
+    let metrics = scrape(&here, &format!("/metrics/hosts/{THERE}")).unwrap();
+    let none = "vmseal_agent_migration_connections_refused_total{reason=\"lost\"} 0";
+    assert!(metrics.lines().any(|line| line == none), "{metrics}");
+    has_lost_nothing(&here);
 }
 
 #[test]

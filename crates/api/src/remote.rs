@@ -265,6 +265,10 @@ pub struct ArrivalChecks {
     /// The datastore of its disks there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub datastore: Option<String>,
+    /// Where that host waits for VMs; none where no host can take it, and from a server of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub address: Option<SocketAddr>,
     /// Whether what it is sent with is encrypted, as the VM asks for and both agents can; none where no host can take it, and from
     /// a server of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -72,8 +72,16 @@ async fn let_go(mut held: ConsoleStream) {
     let _ = held.read_to_end(&mut Vec::new()).await;
 }
 
+/// The port at which another host waits for VMs.
+async fn port_of_another_host(agent: &dyn HostAgent) {
+    let waits = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = waits.local_addr().expect("its address");
+    done(agent.examine_migration_port(port).await, "a port that somebody waits at");
+}
+
 /// The VM is off, its disks are made and its key is there.
 pub async fn off(agent: &dyn HostAgent, session: &Session) {
+    port_of_another_host(agent).await;
     let (vm, disk) = (session.vm(), session.disk(0).disk);
     let ask = |change| agent.examine_change(vm, change);
     let before = session.now(agent).await;

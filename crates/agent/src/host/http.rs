@@ -103,6 +103,7 @@ pub fn router(agent: Agent) -> Router {
         .route("/v1/usage", get(usage))
         .route("/v1/log-level", get(log_level).put(set_log_level))
         .route("/v1/hardware/examine", post(examine_hardware))
+        .route("/v1/migrations/examine-port", post(examine_migration_port))
         .route("/v1/vms/{vm}", put(register_vm).delete(unregister_vm))
         .route("/v1/vms/{vm}/key", put(offer_key))
         .route("/v1/vms/{vm}/key/check", post(check_key))
@@ -405,6 +406,11 @@ async fn examine_nic(
     request: Body,
 ) -> Answer<Response> {
     agent.examine_nic(id("vm", &vm)?, body(request).await?).await?;
+    done()
+}
+
+async fn examine_migration_port(State(agent): State<Agent>, request: Body) -> Answer<Response> {
+    agent.examine_migration_port(body(request).await?).await?;
     done()
 }
 

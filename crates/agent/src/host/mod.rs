@@ -47,7 +47,7 @@ use crate::hypervisor::network;
 use crate::hypervisor::qemu::{self, Qemu};
 use crate::hypervisor::tpm::Swtpm;
 use crate::keys::KeyBox;
-use crate::migration::transport::Listener;
+use crate::migration::transport::{self, Listener};
 use crate::process;
 use crate::process::died::DiedVms;
 use crate::process::machine::{self, Machine};
@@ -414,6 +414,11 @@ impl HostAgent for RealHost {
         let Shared { qemu, firmware, swtpm, accelerator, .. } = &*self.shared;
         hardware::examine(&hardware, memory, qemu, firmware, swtpm, accelerator.kind)?;
         medium::open(&hardware, &self.shared.transfer).await.map(drop)
+    }
+
+    async fn examine_migration_port(&self, to: SocketAddr) -> Result<(), Problem> {
+        let tried = transport::examine(to).await;
+        tried.map_err(|error| Problem::new(ErrorCode::WrongState, error.to_string()))
     }
 
     async fn scan_datastore(&self, spec: DatastoreSpec) -> Result<DatastoreContents, Problem> {

@@ -1,5 +1,6 @@
 //! The calls of a simulated host.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -606,6 +607,10 @@ impl HostAgent for SimulatedHost {
 
     async fn examine_nic(&self, _: VmId, nic: NicSpec) -> Result<(), Problem> {
         self.call(Call::ExamineNic, |inside| inside.may_connect(&nic))
+    }
+
+    async fn examine_migration_port(&self, to: SocketAddr) -> Result<(), Problem> {
+        self.call(Call::ExamineMigrationPort, |inside| inside.reaches(to))
     }
 
     async fn examine_job(&self, vm: VmId, spec: JobSpec) -> Result<(), Problem> {

@@ -58,6 +58,8 @@ pub enum Call {
     DeleteDisk,
     /// `examine_hardware`
     ExamineHardware,
+    /// `examine_migration_port`
+    ExamineMigrationPort,
     /// `measure_kept`
     MeasureKept,
     /// `measure_medium`

@@ -32,6 +32,11 @@ impl SimulatedHost {
         self.inside().migration_address = address;
     }
 
+    /// It cannot connect to this port of another host any more.
+    pub fn cut_off_from(&self, port: SocketAddr) {
+        self.inside().cut_off.insert(port);
+    }
+
     /// How a task sends a VM from here.
     #[must_use]
     pub fn departure(&self, vm: VmId, task: TaskId) -> Option<Departure> {
@@ -120,6 +125,14 @@ fn of_one_at_rest(job: Option<&JobSpec>) -> Option<(u64, bool)> {
 }
 
 impl Inside {
+    /// Whether it can connect to a port of another host.
+    pub fn reaches(&self, port: SocketAddr) -> Result<(), Problem> {
+        match self.cut_off.contains(&port) {
+            true => Err(Problem::new(ErrorCode::WrongState, "it is cut off")),
+            false => Ok(()),
+        }
+    }
+
     /// Waits for a VM that is not known here.
     pub fn receive(&mut self, vm: VmId, task: TaskId, job: &ReceiveJob) -> Result<Later, Problem> {
         let spec = JobSpec::Receive(job.clone());

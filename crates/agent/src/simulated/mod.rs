@@ -377,6 +377,8 @@ struct Inside {
     qemu: String,
     /// Where it waits for VMs.
     migration_address: SocketAddr,
+    /// The ports of other hosts that it cannot connect to.
+    cut_off: BTreeSet<SocketAddr>,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -431,6 +433,7 @@ impl SimulatedHost {
             other_media: false,
             qemu: "simulated".to_owned(),
             migration_address: SocketAddr::from(([127, 0, 0, 1], 8445)),
+            cut_off: BTreeSet::new(),
             halfway: false,
         })))
     }

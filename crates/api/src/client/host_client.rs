@@ -324,6 +324,10 @@ impl HostAgent for HostClient {
         self.call(self.request(Method::POST, &to).json(&path)).await
     }
 
+    async fn examine_migration_port(&self, to: SocketAddr) -> Result<(), Problem> {
+        self.command_with(Method::POST, "migrations/examine-port", &to).await
+    }
+
     async fn examine_nic(&self, vm: VmId, nic: NicSpec) -> Result<(), Problem> {
         self.command_with(Method::POST, &format!("vms/{vm}/examine-nic"), &nic).await
     }

@@ -1,5 +1,6 @@
 //! The calls of the server to an agent.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -171,6 +172,13 @@ pub trait HostAgent: ShowsCertificate + Send + Sync {
         hardware: Hardware,
         memory: Option<u64>,
     ) -> Result<(), Problem>;
+
+    /// Sees whether this host can connect to the port at which another one waits for VMs. The connection is closed without a word. Agents
+    /// without the feature [`EXAMINE_MIGRATION_PORT`](super::version::EXAMINE_MIGRATION_PORT) do not know it.
+    ///
+    /// # Errors
+    /// `wrong-state` with why it cannot.
+    async fn examine_migration_port(&self, to: SocketAddr) -> Result<(), Problem>;
 
     /// Scans a datastore. Nothing is changed on it.
     ///

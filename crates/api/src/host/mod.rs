@@ -26,6 +26,7 @@
 //! GET    /v1/log-level                     log_level
 //! PUT    /v1/log-level                     set_log_level
 //! POST   /v1/hardware/examine[?memory=N]   examine_hardware
+//! POST   /v1/migrations/examine-port       examine_migration_port
 //! POST   /v1/fence                         fence_vm
 //! PUT    /v1/vms/{vm}                      register_vm
 //! DELETE /v1/vms/{vm}                      unregister_vm

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 84] = [
+pub const FEATURES: [&str; 85] = [
     "job-create",
     "job-export",
     NICS,
@@ -109,6 +109,7 @@ pub const FEATURES: [&str; 84] = [
     TAKE_TPM_STATE,
     SURVEY_MEMORIES,
     PACE_OF_REMOVALS,
+    EXAMINE_MIGRATION_PORT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -362,6 +363,9 @@ pub const FENCE_VMS: &str = "fence-vms";
 
 /// The feature of agents whose surveys of datastores tell which memory snapshots keep there, and which of its files cannot be used.
 pub const SURVEY_MEMORIES: &str = "survey-memories";
+
+/// The feature of agents that see whether they can connect to the port at which another host waits for VMs.
+pub const EXAMINE_MIGRATION_PORT: &str = "examine-migration-port";
 
 /// The header with a server's versions, as `MIN-MAX`.
 pub const CONTRACT_HEADER: &str = "vmseal-contract";

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use futures_util::future::join_all;
 use sqlx::SqliteConnection;
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::hardware::{CPU_MODEL_HOST, Hardware};
@@ -18,6 +19,7 @@ use vmseal_api::request::MigrateVm;
 use vmseal_api::size::Size;
 
 mod at_rest;
+mod connection;
 mod copies;
 pub mod evacuate;
 mod kept;
@@ -25,6 +27,7 @@ mod key;
 mod medium;
 mod remote;
 
+pub(super) use self::connection::{Tried, require_reached};
 use self::copies::Copies;
 pub(super) use self::copies::sizes;
 pub(super) use self::key::{fault_of_start, require_key_or_wait};
@@ -122,13 +125,17 @@ pub async fn migrate(
     let promised = Promised::read(&mut *services.store.read().await?).await?;
     require_compression(services, &vm, request.compress)?;
     let (place, compresses) = (request.datastore.as_deref(), request.compress);
-    let asked = Asked { promised: &promised, place, compresses };
+    let tried = Tried::default();
+    let asked = Asked { promised: &promised, tried: &tried, place, compresses };
     let (fit, refused) = match &request.host {
         Some(host) => {
             let host = hosts::find(services, host).await?;
             let name = host.name.clone();
-            let fit = fits(services, &vm, &disks, host, &asked).await;
-            (fit.map_err(|why| cannot_go(&vm, &name, &why))?, Vec::new())
+            let fit = async {
+                let fit = fits(services, &vm, &disks, host, &asked).await?;
+                tried.require_reached(services, &vm, &fit.host).await.map(|()| fit)
+            };
+            (fit.await.map_err(|why| cannot_go(&vm, &name, &why))?, Vec::new())
         }
         None => choose(services, &vm, &disks, &asked, None).await?,
     };
@@ -349,6 +356,8 @@ pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
 pub(super) struct Asked<'a> {
     /// What VMs on their way will need.
     pub promised: &'a Promised,
+    /// The hosts whose ports were tried before.
+    pub tried: &'a Tried,
     /// The datastore that was named for copies.
     pub place: Option<&'a str>,
     /// Whether memory is compressed.
@@ -364,11 +373,20 @@ pub(super) async fn choose(
     asked: &Asked<'_>,
     avoided: Option<HostId>,
 ) -> Result<(Fit, Vec<String>), Problem> {
-    let mut candidates = Candidates::default();
+    let mut found = Vec::new();
     for host in others(services, vm).await? {
         let name = host.name.clone();
-        let fit = fits(services, vm, disks, host, asked).await;
-        candidates.add(&name, fit, avoided);
+        found.push((name, fits(services, vm, disks, host, asked).await));
+    }
+    // At the same time: each that is cut off takes five seconds, and the caller waits for a minute.
+    let reached = found.iter().map(async |(_, fit)| match fit {
+        Ok(fit) => asked.tried.require_reached(services, vm, &fit.host).await,
+        Err(_) => Ok(()),
+    });
+    let reached = join_all(reached).await;
+    let mut candidates = Candidates::default();
+    for ((name, fit), reached) in found.into_iter().zip(reached) {
+        candidates.add(&name, fit.and_then(|fit| reached.map(|()| fit)), avoided);
     }
     candidates.best(vm)
 }
@@ -437,7 +455,7 @@ pub(super) fn takes_vms(
     there.ok_or_else(|| "it does not answer".to_owned())
 }
 
-/// How a VM can go to a host; or why not.
+/// How a VM can go to a host; or why not. Whether its port is reached is not looked at.
 async fn fits(
     services: &Services,
     vm: &Vm,

@@ -1,8 +1,9 @@
 //! The connecting end of a session.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -12,7 +13,7 @@ use vmseal_seal::wire::{ACCEPTED_LEN, ANSWER_LEN, Connecting, Ends, Spec};
 
 use super::error::TransportError;
 use super::session::{Opened, Session, plain_socket};
-use super::{CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, socket};
+use super::{CONNECT_TIMEOUT, EXAMINE_TIMEOUT, HANDSHAKE_TIMEOUT, socket};
 
 /// Connects all streams of this migration to the host that listens at an address, and returns when that one has taken them all.
 ///
@@ -24,9 +25,24 @@ pub async fn connect(spec: Spec, to: SocketAddr) -> Result<Session, TransportErr
     Ok(Session::new(spec.migration(), opened))
 }
 
+/// Sees whether the port of another host can be connected to, before a migration begins. The connection is closed without a word: its
+/// listener knows by that what it was for.
+///
+/// # Errors
+/// Why it cannot.
+pub async fn examine(to: SocketAddr) -> io::Result<()> {
+    connected(to, EXAMINE_TIMEOUT).await.map(drop)
+}
+
+async fn connected(to: SocketAddr, within: Duration) -> io::Result<TcpStream> {
+    timeout(within, TcpStream::connect(to)).await.unwrap_or_else(|_| {
+        let silent = format!("nothing has answered within {} s", within.as_secs());
+        Err(io::Error::new(ErrorKind::TimedOut, silent))
+    })
+}
+
 async fn open(spec: &Spec, stream: u16, to: SocketAddr) -> Result<Opened, TransportError> {
-    let connecting = async { timeout(CONNECT_TIMEOUT, TcpStream::connect(to)).await? };
-    let mut socket = connecting
+    let mut socket = connected(to, CONNECT_TIMEOUT)
         .await
         .map_err(|error| TransportError::Connect { address: to, error: Arc::new(error) })?;
     socket::prepare(&socket).map_err(TransportError::setup(stream))?;

@@ -1,7 +1,8 @@
 //! The accepting end: one port of the agent, and the migrations that it expects there.
 //!
 //! A stranger gets nothing but an answer to a hello that names a migration which is expected. Keys are derived, and a stream is taken, only
-//! once the other end has proved that it has the spec. Everybody else is closed and counted.
+//! once the other end has proved that it has the spec. Everybody else is closed and counted, except one that closes the connection before
+//! its first byte: another host tries so, before a migration, whether it can connect.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -72,6 +73,8 @@ struct Counter {
 /// Why a connection is closed.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
+    #[error("it was closed without a word")]
+    Tried,
     #[error("too many connections have not proved themselves")]
     Crowded,
     #[error("{0}")]
@@ -262,9 +265,10 @@ impl Registry {
         Ok(Place { registry: self.clone(), source })
     }
 
-    /// Counts a refusal, and logs it unless others were just before; true if it was logged.
+    /// Counts a refusal, and logs it unless others were just before; true if it was logged. A port that was only tried is neither.
     fn count(&self, from: SocketAddr, refusal: &Refusal) -> bool {
         let counter = match refusal {
+            Refusal::Tried => return false,
             Refusal::Crowded => &self.refused.crowded,
             Refusal::Hello(_) => &self.refused.hello,
             Refusal::UnknownMigration(_) => &self.refused.unknown_migration,
@@ -308,7 +312,11 @@ type Proven = (Arc<Entry>, u16, Result<vmseal_seal::wire::Ends, TransportError>)
 async fn handshake(socket: &mut TcpStream, place: &Place) -> Result<Proven, Refusal> {
     socket::prepare(socket)?;
     let mut hello = [0; HELLO_LEN];
-    socket.read_exact(&mut hello).await?;
+    let come = socket.read(&mut hello).await?;
+    if come == 0 {
+        return Err(Refusal::Tried);
+    }
+    socket.read_exact(&mut hello[come..]).await?;
     let hello = Hello::decode(&hello).map_err(Refusal::Hello)?;
     let migration = hello.migration();
     let entry = lock(&place.registry.expected).get(&migration).cloned();
@@ -346,6 +354,7 @@ mod tests {
     fn strangers_do_not_fill_the_log_nor_hide_one_who_tries_a_wrong_key() {
         let registry = Registry::default();
         let from = SocketAddr::from(([192, 0, 2, 1], 1));
+        assert!(!registry.count(from, &Refusal::Tried), "it was only tried");
         let lines = (0..1000).filter(|_| registry.count(from, &Refusal::Crowded)).count();
         // More than one on a machine that stood still meanwhile.
         assert!((1..10).contains(&lines), "{lines} lines");

@@ -34,7 +34,7 @@ pub use vmseal_seal::frame::{CONTENT_MAX, Kind};
 pub use vmseal_seal::wire::{Cipher, STREAMS_MAX, Spec};
 
 pub use bridge::{Bridge, Carrier, Compressed, Moved, Part};
-pub use connect::connect;
+pub use connect::{connect, examine};
 pub use control::{Control, ControlReceiver, ControlSender};
 pub use error::TransportError;
 pub use listener::{Expected, Listener, Refused};
@@ -43,6 +43,10 @@ pub use session::{Handle, Session, Stream, StreamCounters};
 
 /// How long a TCP connection to the other host may take: two lost SYNs on a path of 150 ms.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a connection may take that is only tried: a SYN that is lost is sent again after 1 s and after 3 s, and somebody waits for the
+/// answer.
+pub const EXAMINE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a handshake may take: its two round trips and a busy host. Until then a stranger holds one of [`UNPROVEN_MAX`] places.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,5 +1,7 @@
 //! Whether a VM may arrive from another control plane: each check, with its result.
 
+use std::net::SocketAddr;
+
 use vmseal_api::datastore::DatastoreCondition;
 use vmseal_api::filter::check_caches;
 use vmseal_api::host::version::{
@@ -24,12 +26,20 @@ use crate::store::datastores::{self, Datastore};
 use crate::store::hosts::Host;
 use crate::store::policies::{self, Policy};
 use crate::store::{self, Part, vms};
+use crate::tasks::migrate_vm::reachable;
 
 /// What the VM gets.
 pub(super) struct Chosen {
     pub host: Host,
     pub datastore: Datastore,
     pub policy: Policy,
+}
+
+/// Where on a host it would be.
+struct Place {
+    datastore: Datastore,
+    /// Where the host waits for VMs.
+    address: SocketAddr,
 }
 
 /// What was looked at.
@@ -75,7 +85,7 @@ pub(super) async fn look(
         looked.note("snapshots", Ok(((), told)));
     }
     let may = looked.is_ok();
-    let mut best: Option<((bool, u64), Host, Datastore)> = None;
+    let mut best: Option<((bool, u64), Host, Place)> = None;
     let candidates = match &arrival.host {
         Some(name) => match hosts::find(services, name).await {
             Ok(host) => vec![host],
@@ -93,28 +103,30 @@ pub(super) async fn look(
         let fit = fit.filter(|_| here.is_ok());
         // As within one control plane: first those to which all is sent encrypted, then those with the most free memory.
         let rank = |free| (is_encrypted(arrival, &services.hosts.view(host.id)), free);
-        let fit = fit.map(|(free, datastore)| (rank(free), datastore));
+        let fit = fit.map(|(free, place)| (rank(free), place));
         match fit {
-            Some((rank, datastore)) if best.as_ref().is_none_or(|(most, ..)| rank > *most) => {
-                (of_best, best) = (here.checks, Some((rank, host, datastore)));
+            Some((rank, place)) if best.as_ref().is_none_or(|(most, ..)| rank > *most) => {
+                (of_best, best) = (here.checks, Some((rank, host, place)));
             }
             Some(_) => {}
             None => of_others.extend(here.checks),
         }
     }
     looked.checks.extend(if best.is_some() { of_best } else { of_others });
-    let (chosen, encrypted) = match (policy, best) {
-        (Some(policy), Some(((encrypted, _), host, datastore))) if may => {
-            (Some(Chosen { host, datastore, policy }), Some(encrypted))
+    let (chosen, encrypted, address) = match (policy, best) {
+        (Some(policy), Some(((encrypted, _), host, place))) if may => {
+            let Place { datastore, address } = place;
+            (Some(Chosen { host, datastore, policy }), Some(encrypted), Some(address))
         }
-        _ => (None, None),
+        _ => (None, None, None),
     };
     if chosen.is_none() && looked.is_ok() {
         looked.note::<()>("host", Err("there is no host".to_owned()));
     }
     let host = chosen.as_ref().map(|chosen| chosen.host.name.clone());
     let datastore = chosen.as_ref().map(|chosen| chosen.datastore.name.clone());
-    Ok((ArrivalChecks { checks: looked.checks, host, datastore, encrypted }, chosen))
+    let checks = looked.checks;
+    Ok((ArrivalChecks { checks, host, datastore, address, encrypted }, chosen))
 }
 
 /// What comes with a VM of its guest's memory; none where it is not suspended.
@@ -230,19 +242,24 @@ fn in_the_clear(vm: &ArrivingVm) -> String {
     }
 }
 
-/// Looks at one host; its free memory, and where the disks would be.
+/// Looks at one host; its free memory, and where the VM would be.
 async fn fit(
     services: &Services,
     arrival: &BeginArrival,
     policy: Option<&Policy>,
     host: &Host,
     looked: &mut Looked,
-) -> Result<Option<(u64, Datastore)>, Problem> {
+) -> Result<Option<(u64, Place)>, Problem> {
     let view = services.hosts.view(host.id);
     let Some((agent, there)) = looked.note("connection", answers(services, host, &view)) else {
         return Ok(None);
     };
     looked.note("versions", versions(arrival, &view, &there));
+    let address = match there.migration_address {
+        Some(listens) => looked.note("address for VMs", reached_at(listens, host).await),
+        // That is said of its version.
+        None => None,
+    };
     looked.note("encryption", Ok(((), encryption(arrival, &view))));
     looked.note("accelerator", accelerator(arrival, &there));
     let vm = &arrival.vm;
@@ -254,7 +271,8 @@ async fn fit(
     let free = memory(services, arrival, host, &there).await;
     let free = looked.note("memory", free);
     let datastore = looked.note("datastore", room(services, arrival, policy, host, &*agent).await);
-    Ok(free.zip(datastore))
+    let place = datastore.zip(address).map(|(datastore, address)| Place { datastore, address });
+    Ok(free.zip(place))
 }
 
 /// What a host lacks of a VM's hardware. A medium in its drive is a file of the host that it comes from.
@@ -332,6 +350,12 @@ fn versions(
         ));
     }
     Ok(((), format!("vmseal {}, QEMU {}", there.vmseal, there.qemu)))
+}
+
+/// Where a host waits for VMs, as the VM's host is told. Only that one can try it.
+async fn reached_at(listens: SocketAddr, host: &Host) -> Result<(SocketAddr, String), String> {
+    let address = reachable(listens, &host.name, &host.address).await.map_err(failed)?;
+    Ok((address, address.to_string()))
 }
 
 /// Whether what a VM is sent with must be encrypted.

@@ -29,7 +29,9 @@ use crate::hosts::mounted;
 use crate::hosts::osds;
 use crate::operation::{Elsewhere, SentDisks};
 use crate::services::caller::{Caller, Privilege};
-use crate::services::migrate::{examine, is_encrypted, must_be_encrypted, takes_vms};
+use crate::services::migrate::{
+    examine, is_encrypted, must_be_encrypted, require_reached, takes_vms,
+};
 use crate::services::nics::without_ports;
 use crate::services::{Services, create_vm, hosts, image_layouts, redundancy, room};
 use crate::store::datastores::{self, Datastore};
@@ -112,6 +114,8 @@ pub(super) async fn choose(
     let way = asked.way(request.datastore.as_deref()).await?;
     if let Way::Sent { .. } = way {
         asked.require_sendable(&there)?;
+        let reached = require_reached(services, origin, asked.host).await;
+        reached.map_err(|why| asked.refused(&why))?;
     }
     let (host, datastores) = (host.clone(), datastores.clone());
     Ok(Some(Destination { host, way, datastores }))

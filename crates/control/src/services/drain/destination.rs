@@ -3,7 +3,7 @@
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use crate::services::migrate::{self, Fit, Promised};
+use crate::services::migrate::{self, Fit, Promised, Tried};
 use crate::services::{Privilege, Services};
 use crate::store::disks;
 use crate::store::drains::Drain;
@@ -32,7 +32,7 @@ pub(super) async fn of(
     services: &Services,
     drain: &Drain,
     vm: &Vm,
-    promised: &Promised,
+    (promised, tried): (&Promised, &Tried),
     avoided: Option<HostId>,
 ) -> Result<Fit, Refused> {
     let for_good = |why: String| Refused { why, until: Until::Changed };
@@ -51,7 +51,7 @@ pub(super) async fn of(
     }
     migrate::require_sendable(services, vm).map_err(for_now)?;
     migrate::require_compression(services, vm, drain.compress).map_err(for_now)?;
-    let asked = migrate::Asked { promised, place: None, compresses: drain.compress };
+    let asked = migrate::Asked { promised, tried, place: None, compresses: drain.compress };
     let chosen = migrate::choose(services, vm, &disks, &asked, avoided).await;
     let (fit, _) = chosen.map_err(for_now)?;
     // At last: no provider is asked again and again for a VM that no host can take.

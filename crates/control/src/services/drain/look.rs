@@ -15,7 +15,7 @@ use super::destination::{self, Refused, Until, largest_first};
 use crate::hosts::HostView;
 use crate::operation::{Claim, Operation};
 use crate::services::Services;
-use crate::services::migrate::{Fit, Promised};
+use crate::services::migrate::{Fit, Promised, Tried};
 use crate::services::vms::word;
 use crate::store::StoreError;
 use crate::store::drains::{self, Drain, DrainedVm};
@@ -72,6 +72,7 @@ pub(super) struct Look<'a> {
     /// How many VMs are being sent away.
     sending: usize,
     promised: Promised,
+    tried: Tried,
 }
 
 impl<'a> Look<'a> {
@@ -121,6 +122,7 @@ impl<'a> Look<'a> {
             holding,
             sending: 0,
             promised,
+            tried: Tried::default(),
         };
         this.sending = this.holding.values().filter(|it| this.sends(&it.operation)).count();
         Ok(this)
@@ -287,8 +289,8 @@ impl<'a> Look<'a> {
             Operation::MigrateVm { to, .. } if last.state != TaskState::Done => Some(to),
             _ => None,
         });
-        let (services, promised) = (self.services, &self.promised);
-        match destination::of(services, self.drain, vm, promised, failed).await {
+        let (services, known) = (self.services, (&self.promised, &self.tried));
+        match destination::of(services, self.drain, vm, known, failed).await {
             Ok(to) => {
                 refused.remove(&vm.id);
                 Next::Send(Box::new(to))

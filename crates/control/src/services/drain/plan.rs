@@ -9,7 +9,7 @@ use super::destination::{self, Until, largest_first};
 use super::power;
 use crate::hosts::HostView;
 use crate::services::Services;
-use crate::services::migrate::Promised;
+use crate::services::migrate::{Promised, Tried};
 use crate::store::drains::Drain;
 use crate::store::vms::Vm;
 
@@ -22,7 +22,7 @@ pub(super) async fn of(
     mut vms: Vec<Vm>,
 ) -> Result<Vec<PlannedVm>, Problem> {
     let mut promised = Promised::read(&mut *services.store.read().await?).await?;
-    let mut planned = Vec::new();
+    let (tried, mut planned) = (Tried::default(), Vec::new());
     largest_first(&mut vms);
     for vm in vms {
         let line = |action: PlannedAction, host: Option<String>, why: &str| PlannedVm {
@@ -37,7 +37,7 @@ pub(super) async fn of(
             (OnDrain::Leave, _) => line(Stay, None, "on-drain leave: it runs on"),
             (OnDrain::Stop, _) => line(Stop, None, "on-drain stop"),
             (OnDrain::Migrate, _) => {
-                match destination::of(services, drain, &vm, &promised, None).await {
+                match destination::of(services, drain, &vm, (&promised, &tried), None).await {
                     Ok(to) => {
                         promised.add(to.host.id, vm.memory);
                         line(Migrate, Some(to.host.name), "on-drain migrate")

@@ -1,5 +1,6 @@
 //! Hosts that are emptied: VMs that move, stop and stay, hosts that fail, and a server that ends in the middle.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -314,6 +315,28 @@ async fn a_vm_that_no_host_can_take_stays_until_one_can() {
     assert!(state == DrainState::Stays && why.contains("not enough free memory"), "{why}");
     with_datastore(&bench.fixture, "third").await;
     bench.drained().await;
+}
+
+#[tokio::test]
+async fn the_port_of_a_host_is_tried_once_for_all_vms_and_none_goes_where_it_is_not_reached() {
+    let bench = Bench::new().await;
+    for name in ["one", "two", "three"] {
+        bench.running(name, |_| {}).await;
+    }
+    let tried = || bench.fixture.calls(Call::ExamineMigrationPort);
+    let planned = async |action: PlannedAction, why: &str| {
+        let request = DrainHost::default();
+        let asked = drain(&bench.services, &bench.caller, "here", request, true).await;
+        let Outcome::Planned(plan) = asked.unwrap() else { panic!("it is done") };
+        let is_so = plan.vms.iter().all(|line| line.action == action && line.why.contains(why));
+        assert!(is_so && plan.vms.len() == 3, "{:?}", plan.vms);
+    };
+    planned(PlannedAction::Migrate, "").await;
+    assert_eq!(tried(), 1);
+    // Where all simulated hosts wait.
+    bench.fixture.agent.cut_off_from(SocketAddr::from(([127, 0, 0, 1], 8445)));
+    planned(PlannedAction::Stay, "is not reached from the VM's host 'here'").await;
+    assert_eq!(tried(), 2, "what an earlier plan has found is not kept");
 }
 
 #[tokio::test]

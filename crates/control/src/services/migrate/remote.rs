@@ -14,6 +14,7 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::remote::{ARRIVALS_COMPRESSED, ArrivalCheck, ArrivalChecks};
 use vmseal_api::request::MigrateVm;
 
+use super::connection::require_port_reached;
 use super::{downtime_of, in_the_clear, must_be_encrypted, require_compression};
 use crate::operation::Operation;
 use crate::remotes::{Wanted, describe, keeps_state};
@@ -78,6 +79,7 @@ pub(super) async fn migrate(
     with_snapshots::require_short(&told)?;
     let found = plane.check_arrival(&told).await?;
     require_all(vm, &remote.name, &found)?;
+    require_reached(services, vm, &remote.name, &found).await?;
     let encrypted = is_encrypted(services, vm, &found);
     let operation = Operation::MigrateAway {
         vm: vm.id,
@@ -147,6 +149,22 @@ fn require_all(vm: &Vm, remote: &str, found: &ArrivalChecks) -> Result<(), Probl
     let detail = format!("VM '{}' cannot go to remote '{remote}'. {}", vm.name, looked.join("; "));
     let problem = Problem::new(ErrorCode::WrongState, detail);
     Err(Problem { field: Some("remote".to_owned()), ..problem })
+}
+
+/// Refuses a host there whose port is not reached from the VM's host. A server of an earlier version does not say where that is.
+async fn require_reached(
+    services: &Services,
+    vm: &Vm,
+    remote: &str,
+    found: &ArrivalChecks,
+) -> Result<(), Problem> {
+    let Some(port) = found.address else { return Ok(()) };
+    require_port_reached(services, vm, port).await.map_err(|why| {
+        let (name, host) = (&vm.name, found.host.as_deref().unwrap_or_default());
+        let detail = format!("VM '{name}' cannot go to host '{host}' of remote '{remote}': {why}");
+        let problem = Problem::new(ErrorCode::WrongState, detail);
+        Problem { field: Some("remote".to_owned()), ..problem }
+    })
 }
 
 /// Refuses a control plane of an earlier version, which would not ask its hosts.

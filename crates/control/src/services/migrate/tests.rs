@@ -1,7 +1,9 @@
 //! Which hosts are offered for a VM that runs, and what people are told of the others.
 
+use std::net::SocketAddr;
+
 use vmseal_api::boot::Cdrom;
-use vmseal_api::host::version::MEASURE_MEDIUM;
+use vmseal_api::host::version::{EXAMINE_MIGRATION_PORT, MEASURE_MEDIUM};
 use vmseal_api::host::{Accelerator, AcceleratorKind, GuestControl};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::migration::MigrationEncryption;
@@ -207,6 +209,55 @@ async fn a_guest_that_is_paused_is_sent_by_a_qemu_that_can() {
             guests::control(&services, &me, "web", GuestControl::Pause, false).await.unwrap();
         }
     }
+}
+
+#[tokio::test]
+async fn a_host_whose_port_is_not_reached_is_refused_before_anything_is_begun() {
+    let fixture = Fixture::new().await;
+    let port = SocketAddr::from(([192, 0, 2, 7], 8446));
+    for name in ["there", "far"] {
+        let (host, agent) = fixture.add_host(name).await;
+        fixture.share_datastore(host, name).await;
+        if name == "far" {
+            agent.set_migration_address(port);
+            agent.restart();
+        }
+    }
+    fixture.running("web").await;
+    fixture.agent.cut_off_from(port);
+    let told = fixture
+        .eventually("the server sees where it waits", async || {
+            let told = planned(&fixture, Some("far"), None).await;
+            told.contains("192.0.2.7:8446").then_some(told)
+        })
+        .await;
+    for said in [
+        "VM 'web' cannot go to host 'far'",
+        "is not reached from the VM's host 'here': it is cut off",
+        "vmseal agent --migration-listen",
+    ] {
+        assert!(told.contains(said), "{told}");
+    }
+
+    let begun = fixture.events("task.begun").await.len();
+    let services = fixture.services(Recipient::generate().unwrap());
+    let request = MigrateVm { host: Some("far".to_owned()), ..MigrateVm::default() };
+    let me = Caller::administrator("me");
+    let refused = migrate(&services, &me, "web", request, false).await.unwrap_err();
+    assert_eq!((refused.detail, refused.field.as_deref()), (told, Some("host")));
+    assert_eq!(fixture.events("task.begun").await.len(), begun, "something was begun");
+
+    let told = plan(&fixture, None, None).await.unwrap();
+    assert!(told.steps[0].contains("choose host 'there'"), "{told:?}");
+    let other = |it: &String| it.starts_with("not offered: host 'far': its port for VMs");
+    assert!(told.warnings.iter().any(other), "{told:?}");
+
+    fixture.agent.lack_features(&[EXAMINE_MIGRATION_PORT]);
+    fixture.agent.restart();
+    let goes = async || {
+        planned(&fixture, Some("far"), None).await.contains("choose host 'far'").then_some(())
+    };
+    fixture.eventually("an agent of an earlier version is not asked", goes).await;
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ mod left;
 mod with_snapshots;
 mod with_tpm;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use vmseal_api::host::version::{MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
@@ -231,6 +232,30 @@ async fn a_host_that_the_other_server_calls_by_a_name_is_sent_a_vm_at_its_addres
     two.west.engine.cancel(&task.to_string(), "me").await.unwrap();
     assert_eq!(two.west.ended(task).await.state, TaskState::Cancelled);
     two.assert_stays("cancelled").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_there_whose_port_is_not_reached_is_refused_before_anything_is_begun() {
+    let two = Two::new().await;
+    let port = SocketAddr::from(([192, 0, 2, 7], 8446));
+    two.east.agent.set_migration_address(port);
+    two.east.agent.restart();
+    two.west.agent.cut_off_from(port);
+    let (services, me) = (two.services(), Caller::administrator("me"));
+    let refused = async |dry_run| {
+        let request = MigrateVm { remote: Some("east".to_owned()), ..MigrateVm::default() };
+        let asked = migrate::migrate(&services, &me, "web", request, dry_run).await;
+        asked.map(drop).err().map(|problem| problem.detail)
+    };
+    let named = async || refused(true).await.filter(|told| told.contains("192.0.2.7:8446"));
+    let told = two.west.eventually("it is refused", named).await;
+    let place = "VM 'web' cannot go to host 'here' of remote 'east': its port for VMs";
+    assert!(told.contains(place) && told.contains("from the VM's host 'here'"), "{told}");
+    let begun = two.west.events("task.begun").await.len();
+    assert_eq!(refused(false).await, Some(told));
+    assert_eq!(two.west.events("task.begun").await.len(), begun, "something was begun");
+    assert_eq!(two.west.plane.calls("begin"), 0, "the other control plane has begun something");
+    two.assert_stays("refused").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

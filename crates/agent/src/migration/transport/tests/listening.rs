@@ -152,6 +152,32 @@ async fn strangers_do_not_take_the_place_of_others() {
     assert!(accepting.await.unwrap().is_ok());
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn who_closes_without_a_word_has_only_tried_the_port() {
+    let listener = listener().await;
+    let to = listener.address();
+    examine(to).await.unwrap();
+    let leaves_after = |said: &[u8]| {
+        let mut socket = TcpStream::connect(to).unwrap();
+        socket.write_all(said).unwrap();
+        socket.shutdown(std::net::Shutdown::Write).unwrap();
+        assert_eq!(closed(socket), 0);
+    };
+    leaves_after(&[]);
+    assert_eq!(listener.refused(), Refused::default());
+    leaves_after(&[0; 3]);
+    assert_eq!(listener.refused(), Refused { lost: 1, ..Refused::default() });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_port_that_nobody_waits_at_is_not_reached() {
+    // Nobody else gets the port meanwhile.
+    let held = tokio::net::TcpSocket::new_v4().unwrap();
+    held.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let refused = examine(held.local_addr().unwrap()).await.unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused, "{refused}");
+}
+
 /// The clock of the runtime stands still, and goes to the next deadline when nothing else is left to do.
 #[tokio::test(start_paused = true)]
 async fn who_says_nothing_is_closed_in_time() {
