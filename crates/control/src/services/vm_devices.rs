@@ -322,7 +322,7 @@ pub async fn add_nic(
     super::nics::known_to(services, vm.host, &vm.host_name)?;
     let agent = changeable(services, &vm).await?;
     let mut write = services.store.write().await?;
-    let known = nics::of_vm(&mut write, vm.id).await?;
+    let known = nics::all_of_vm(&mut write, vm.id).await?;
     let request = CreateNic { name: Some(name_of(&request, &known)), ..request };
     let mut placed = super::nics::place(&mut write, std::slice::from_ref(&request))
         .await
@@ -391,7 +391,8 @@ pub async fn remove_nic(
 ) -> Result<Outcome<Task>, Problem> {
     let vm = vm_to_change(services, caller, vm).await?;
     let mut write = services.store.write().await?;
-    let known = nics::of_vm(&mut write, vm.id).await?;
+    // Also one that a task was to take which did not end well.
+    let known = nics::all_of_vm(&mut write, vm.id).await?;
     let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
     let nic = found.ok_or_else(|| has_no(&vm, "network card", nic))?;
     let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
