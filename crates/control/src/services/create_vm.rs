@@ -255,7 +255,11 @@ async fn ask_host(
 ) -> Result<Option<String>, Problem> {
     hardware::examine(services, host.id, &host.name, hardware, Some(request.memory)).await?;
     hardware::require_taking(services, (host.id, &host.name), request).await?;
-    super::nics::examine_wanted(services, (host.id, &host.name), vm, &request.nics).await?;
+    // A request that is repeated is refused as such: its cards may be in use by the VM that it has made.
+    let made = vms::find(&mut *services.store.read().await?, &request.name).await?;
+    if made.is_none() {
+        super::nics::examine_wanted(services, (host.id, &host.name), vm, &request.nics).await?;
+    }
     match &request.cloud_init {
         Some(_) => Ok(Some(cloud_init::key_box(services, host.id, &host.name).await?)),
         None => Ok(None),

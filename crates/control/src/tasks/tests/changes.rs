@@ -383,6 +383,23 @@ async fn an_addition_that_cannot_be_undone_leaves_the_card_to_be_removed() {
     Change::RemoveNic.assert_done(&fixture, vm, "removed").await;
 }
 
+/// A card that is to leave is not in what the host was told last: the dry run does not ask the host about it.
+#[tokio::test]
+async fn a_dry_run_removes_a_card_that_its_host_no_longer_knows() {
+    let fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let nic = cards(&fixture, vm).await.remove(0);
+    let mut write = fixture.store.write().await.unwrap();
+    nics::set_leaving(&mut write, nic.nic, true).await.unwrap();
+    write.commit().await.unwrap();
+    crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
+    assert_eq!(fixture.agent.registered_as(vm).unwrap().nics().count(), 0);
+    let me = Caller::administrator("me");
+    let services = fixture.services(Recipient::generate().unwrap());
+    let planned = vm_devices::remove_nic(&services, &me, "web", "nic0", true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+}
+
 /// Versions before removed the row at the first step, and had no third one.
 #[tokio::test]
 async fn a_removal_of_an_earlier_version_goes_on_or_is_undone() {
@@ -450,6 +467,10 @@ async fn a_vm_whose_cards_cannot_be_connected_is_not_made() {
     }
     let found = vms::find(&mut fixture.store.read().await.unwrap(), "web").await.unwrap();
     assert!(found.is_none() && fixture.events("task.begun").await.len() == begun);
+    // Who repeats a request is told that there is such a VM, not that its own guest has the port.
+    let again = with_cards("first", vec![(user(), None)]);
+    let refused = create_vm::create(&services, &me, again, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::AlreadyExists, "{refused}");
     // A host that does not answer says nothing of a card.
     fixture.inject(Call::ExamineNic, HostFault::LoseRequest, 1);
     let request = with_cards("web", vec![(none(), None)]);
