@@ -70,8 +70,8 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
 /// How many moments of one of these a run chooses from: no more than it has, before and after each step.
 fn moments(operation: &[&str]) -> usize {
     match operation[..2] {
-        ["disk", "resize"] | ["nic", _] | ["vm", "suspend" | "resume"] => 4,
-        ["disk", _] | ["vm", "prove"] | ["backup", "verify"] | ["dump", _] => 6,
+        ["disk", "resize"] | ["nic", "add"] | ["vm", "suspend" | "resume"] => 4,
+        ["disk" | "nic", _] | ["vm", "prove"] | ["backup", "verify"] | ["dump", _] => 6,
         ["snapshot", _] | ["vm", "delete"] => 8,
         _ => MOMENTS,
     }

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use vmseal_tests::eventually;
 use vmseal_tests::installation::Installation;
-use vmseal_tests::network::{asked, bridge, connect, echoes, own_namespace, page, taps};
+use vmseal_tests::network::{asked, bridge, connect, echoes, ip, own_namespace, page, taps};
 use vmseal_tests::process::{Process, kill_hard};
 use vmseal_tests::rest;
 use vmseal_tests::shell_guest;
@@ -274,13 +274,43 @@ fn what_a_card_cannot_be_connected_to_is_refused_and_nothing_is_left() {
     refused(&["user,forward=tcp:0"], "1 to 65535");
     refused(&["user"; 9], "at most 8");
 
-    for (vm, nic, why) in [
-        ("no-bridge", "bridge=br7", "no bridge 'br7'"),
-        ("no-tap", "tap=tap7", "no tap 'tap7'"),
-        ("not-a-bridge", "bridge=lo", "'lo' is no bridge"),
-        ("low-port", "user,forward=tcp:80:80", "port 80"),
+    // What the host lacks refuses the VM before there is one.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let forward = format!("user,forward=tcp:{port}:7");
+    for (nic, why) in [
+        ("bridge=br7", "no bridge 'br7'"),
+        ("tap=tap7", "no tap 'tap7'"),
+        ("bridge=lo", "'lo' is no bridge"),
+        ("user,forward=tcp:80:80", "port 80"),
+        (forward.as_str(), "is in use on the host"),
     ] {
+        for dry_run in [&["--dry-run"][..], &[]] {
+            let asked = ["vm", "create", "wrong", "--policy", "plain", "--disk", disk, "--nic"];
+            let said = here.refused(&[&asked[..], &[nic], dry_run].concat()).unwrap();
+            assert!(said.contains(why) && said.contains("--nic"), "{nic}: {said}");
+            assert!(said.contains("nic0"), "{nic}: {said}");
+        }
+    }
+    assert!(here.vm("wrong").is_err());
+
+    // What it has lost since refuses the start.
+    drop(taken);
+    bridge("br7", "10.79.0.1/24").unwrap();
+    ip("tuntap add tap7 mode tap").unwrap();
+    for (vm, nic) in
+        [("no-bridge", "bridge=br7"), ("no-tap", "tap=tap7"), ("no-port", forward.as_str())]
+    {
         assert!(create(vm, &[nic]).status.success(), "{vm}");
+    }
+    ip("link del br7").unwrap();
+    ip("tuntap del tap7 mode tap").unwrap();
+    let _taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    for (vm, why) in [
+        ("no-bridge", "no bridge 'br7'"),
+        ("no-tap", "no tap 'tap7'"),
+        ("no-port", "is in use on the host"),
+    ] {
         for dry_run in [&["--dry-run"][..], &[]] {
             let said = here.refused(&[&["vm", "start", vm], dry_run].concat()).unwrap();
             assert!(said.contains(why) && said.contains("nic0"), "{vm}: {said}");

@@ -173,10 +173,26 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 1 ]");
     echoes(&mut on_bridge, b"plugged in again").unwrap();
 
-    // A guest that stands still does not let a card go; it does when it goes on.
+    // A guest that stands still does not let a card go; it does when it goes on. Until then nobody else gets the card's address.
     here.vmseal(&["vm", "pause", VM]).unwrap();
-    let kept = here.refused(&["nic", "remove", VM, "lan"]).unwrap();
+    let removing = here.json(&["nic", "remove", VM, "lan", "--no-wait"]).unwrap();
+    let task = removing["id"].as_str().unwrap();
+    eventually("the guest is to let the card go", || {
+        let shown = here.json(&["task", "show", task]).ok()?;
+        (shown["step"] == "take it from the VM").then_some(())
+    })
+    .unwrap();
+    let other =
+        ["vm", "create", "other", "--policy", "plain", "--disk", "datastore=local,size=1MiB"];
+    let same = ["--nic", "user,mac=52:54:0a:4d:00:0a"];
+    let refused = here.refused(&[&other[..], &same].concat()).unwrap();
+    assert!(refused.contains("VM 'web' has the address 52:54:0a:4d:00:0a"), "{refused}");
+    assert_eq!(nics(&here).len(), 3);
+    let refused = here.refused(&["nic", "set", VM, "lan", "--link", "down"]).unwrap();
+    assert!(refused.contains("is being taken from VM 'web'"), "{refused}");
+    let kept = here.refused(&["task", "wait", task]).unwrap();
     assert!(kept.contains("'lan'"), "{kept}");
+    assert_eq!(nics(&here).len(), 3);
     here.vmseal(&["vm", "unpause", VM]).unwrap();
     gone(&mut console, "52:54:0a:4d:00:0a");
     here.vmseal(&["nic", "remove", VM, "lan"]).unwrap();

@@ -45,7 +45,7 @@ pub async fn create(
     let mut hardware = request.hardware.clone();
     hardware.cpu_model = cpu_model(services, &request).await?;
     let host = choose_host(services, &request).await?;
-    let key_box = ask_host(services, &host, &request, &hardware)
+    let key_box = ask_host(services, &host, id, &request, &hardware)
         .await
         .map_err(|problem| of_policy(problem, &request, &hardware))?;
     let mut write = services.store.write().await?;
@@ -66,9 +66,6 @@ pub async fn create(
     room::check_memory(services, host.id, &host.name, request.memory)?;
     // It may have changed since.
     check_cpu_model(&policy, hardware.cpu_model.as_deref())?;
-    if !request.nics.is_empty() {
-        super::nics::known_to(services, host.id, &host.name)?;
-    }
     let cards = super::nics::place(&mut write, &request.nics).await?;
     if documents.is_some() {
         made.extend(cloud_init::disk(&made, policy.encryption));
@@ -111,7 +108,7 @@ pub async fn create(
         let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
         // No transaction is held during a call to a host.
         drop(write);
-        examine(services, &vm, &made, &cards).await?;
+        examine_disks(services, &vm, &made, &cards).await?;
         let mut warnings = room::examine(services, &vm, &made).await?;
         warnings.extend(in_directories);
         let mut planned = Plan { warnings, ..plan(&task, &vm) };
@@ -247,32 +244,26 @@ async fn find_datastore(
         .map_err(|problem| Problem { field: Some(format!("disks[{index}].datastore")), ..problem })
 }
 
-/// Asks the host whether it has what the machine needs, and for its key box if documents are to be sealed. That comes before
-/// the transaction that reserves the VM: none is held during a call to a host.
+/// Asks the host whether it has what the machine and its network cards need, and for its key box if documents are to be sealed. That
+/// comes before the transaction that reserves the VM: none is held during a call to a host.
 async fn ask_host(
     services: &Services,
     host: &ChosenHost,
+    vm: VmId,
     request: &CreateVm,
     hardware: &Hardware,
 ) -> Result<Option<String>, Problem> {
     hardware::examine(services, host.id, &host.name, hardware, Some(request.memory)).await?;
     hardware::require_taking(services, (host.id, &host.name), request).await?;
+    // A request that is repeated is refused as such: its cards may be in use by the VM that it has made.
+    let made = vms::find(&mut *services.store.read().await?, &request.name).await?;
+    if made.is_none() {
+        super::nics::examine_wanted(services, (host.id, &host.name), vm, &request.nics).await?;
+    }
     match &request.cloud_init {
         Some(_) => Ok(Some(cloud_init::key_box(services, host.id, &host.name).await?)),
         None => Ok(None),
     }
-}
-
-/// Asks the host whether the disks could be created.
-async fn examine(
-    services: &Services,
-    vm: &vms::Vm,
-    made: &[disks::Disk],
-    cards: &[NicSpec],
-) -> Result<(), Problem> {
-    examine_disks(services, vm, made, cards).await?;
-    let agent = services.hosts.connected(vm.host)?;
-    super::nics::examine(&*agent, vm.id, cards).await
 }
 
 /// Asks the host whether the disks of a VM could be created, one by one. A field of a problem is that of a disk of a list.

@@ -4,11 +4,12 @@ use vmseal_api::host::version::NICS;
 use vmseal_api::host::{HostAgent, NicSpec, VmState};
 use vmseal_api::id::{HostId, NicId, VmId};
 use vmseal_api::model::Nic;
-use vmseal_api::nic::{NicBackend, NicToCheck, check_nics};
+use vmseal_api::nic::{MacAddress, MacPrefix, NicBackend, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::CreateNic;
 
 use super::Services;
+use crate::hosts::is_silence;
 use crate::store::{Write, nics};
 
 /// What a card is called that nobody has named.
@@ -48,16 +49,21 @@ pub(super) async fn place(
                 }
             },
         };
-        made.push(NicSpec {
-            nic: NicId::new(),
-            name: name(index, nic),
-            mac,
-            model: nic.model,
-            backend: nic.backend.clone(),
-            link: nic.link,
-        });
+        made.push(spec(index, nic, mac));
     }
     Ok(made)
+}
+
+/// A card that is asked for, with this address.
+fn spec(index: usize, nic: &CreateNic, mac: MacAddress) -> NicSpec {
+    NicSpec {
+        nic: NicId::new(),
+        name: name(index, nic),
+        mac,
+        model: nic.model,
+        backend: nic.backend.clone(),
+        link: nic.link,
+    }
 }
 
 /// Gives a new VM cards like those of another VM. Each gets a MAC address of its own; the ports of the host that are forwarded are chosen when
@@ -101,6 +107,25 @@ pub(super) fn known_to(services: &Services, host: HostId, name: &str) -> Result<
     Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
 }
 
+/// Asks the host whether the cards of a VM that is to be made could be connected. They are not placed yet, and any address does: it is of
+/// no matter to that.
+pub(super) async fn examine_wanted(
+    services: &Services,
+    (host, host_name): (HostId, &str),
+    vm: VmId,
+    wanted: &[CreateNic],
+) -> Result<(), Problem> {
+    if wanted.is_empty() {
+        return Ok(());
+    }
+    let agent = services.hosts.connected(host)?;
+    known_to(services, host, host_name)?;
+    let any = || MacPrefix::from_random(random()).address(random());
+    let cards = wanted.iter().enumerate();
+    let cards = cards.map(|(index, nic)| spec(index, nic, nic.mac.unwrap_or_else(any)));
+    examine(&*agent, vm, &cards.collect::<Vec<_>>()).await
+}
+
 /// Asks the host whether the cards of a VM that is off could be connected.
 pub(super) async fn examine(
     agent: &dyn HostAgent,
@@ -108,9 +133,11 @@ pub(super) async fn examine(
     nics: &[NicSpec],
 ) -> Result<(), Problem> {
     for (index, nic) in nics.iter().enumerate() {
-        agent.examine_nic(vm, nic.clone()).await.map_err(|problem| Problem {
-            field: Some(format!("nics[{index}].backend")),
-            ..problem
+        agent.examine_nic(vm, nic.clone()).await.map_err(|problem| {
+            // A host that does not answer says nothing of the card.
+            let of_card = !is_silence(&problem);
+            let field = of_card.then(|| format!("nics[{index}].backend"));
+            Problem { field, ..problem }
         })?;
     }
     Ok(())

@@ -26,7 +26,8 @@ pub async fn set(
     let link = request.link;
     let mut read = services.store.read().await?;
     let vm = vms::find(&mut read, vm).await?.ok_or_else(|| Problem::not_found("VM", vm))?;
-    let known = nics::of_vm(&mut read, vm.id).await?;
+    let known = nics::all_of_vm(&mut read, vm.id).await?;
+    let has = nics::of_vm(&mut read, vm.id).await?;
     restored::require_certain(&mut read, &vm).await?;
     drop(read);
     require_ready(&vm)?;
@@ -36,6 +37,13 @@ pub async fn set(
         let what = format!("VM '{}' has no network card '{nic}'", vm.name);
         Problem::new(ErrorCode::NotFound, what)
     })?;
+    if has.iter().all(|it| it.nic != nic.nic) {
+        let what = format!(
+            "network card '{0}' is being taken from VM '{1}': wait for the task that does it (vmseal task list), or remove the card again if there is none (vmseal nic remove {1} {0})",
+            nic.name, vm.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, what));
+    }
     if dry_run {
         let step = format!("set the link of network card '{}' {}", nic.name, link.name());
         let planned = Plan {

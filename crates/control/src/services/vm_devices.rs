@@ -322,7 +322,7 @@ pub async fn add_nic(
     super::nics::known_to(services, vm.host, &vm.host_name)?;
     let agent = changeable(services, &vm).await?;
     let mut write = services.store.write().await?;
-    let known = nics::of_vm(&mut write, vm.id).await?;
+    let known = nics::all_of_vm(&mut write, vm.id).await?;
     let request = CreateNic { name: Some(name_of(&request, &known)), ..request };
     let mut placed = super::nics::place(&mut write, std::slice::from_ref(&request))
         .await
@@ -391,13 +391,20 @@ pub async fn remove_nic(
 ) -> Result<Outcome<Task>, Problem> {
     let vm = vm_to_change(services, caller, vm).await?;
     let mut write = services.store.write().await?;
-    let known = nics::of_vm(&mut write, vm.id).await?;
+    // Also one that a task could not take from the VM.
+    let known = nics::all_of_vm(&mut write, vm.id).await?;
     let found = known.into_iter().find(|it| it.name == nic || it.nic.to_string() == nic);
     let nic = found.ok_or_else(|| has_no(&vm, "network card", nic))?;
     let position = nics::position(&mut write, nic.nic).await?.unwrap_or(0);
+    let has = nics::of_vm(&mut write, vm.id).await?;
+    let is_leaving = has.iter().all(|it| it.nic != nic.nic);
     let change = VmChange::RemoveNic { nic: nic.nic };
     let operation = Operation::RemoveNic { vm: vm.id, nic, position };
     let begun = begin(services, write, operation, &vm, caller, dry_run).await?;
+    if is_leaving {
+        // The host need not know it any more.
+        return Ok(begun);
+    }
     examine_change::of_plan(services, &vm, change, begun).await
 }
 

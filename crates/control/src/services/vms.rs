@@ -261,7 +261,7 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Vm
     let (vm, disks) = find(services, name).await?;
     let mut read = services.store.read().await?;
     let provider = provider_name(&mut read, &vm).await?;
-    let nics = nics::of_vm(&mut read, vm.id).await?;
+    let nics = nics::all_of_vm(&mut read, vm.id).await?;
     let to = links::of_vm(&mut read, vm.id).await?;
     let links = Links { to, from: links::clones_of(&mut read, vm.id, None).await? };
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;

@@ -21,6 +21,7 @@ struct Row {
     model: String,
     backend: String,
     link: String,
+    leaving: bool,
 }
 
 impl Row {
@@ -65,25 +66,36 @@ pub async fn insert(
     Ok(())
 }
 
-/// The network cards of a VM, in their order.
+/// The network cards that a VM has, in their order: without one that is being taken from it.
 pub async fn of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<NicSpec>, StoreError> {
-    let rows: Vec<Row> = sqlx::query_as(
-        "SELECT vm_id, id, name, mac, model, backend, link FROM nics WHERE vm_id = $1
+    let mut rows = rows_of(from, vm).await?;
+    rows.retain(|row| !row.leaving);
+    rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
+}
+
+/// The same with one that is being taken from it: its guest may have it, and its name and address are taken.
+pub async fn all_of_vm(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<NicSpec>, StoreError> {
+    let rows = rows_of(from, vm).await?;
+    rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
+}
+
+async fn rows_of(from: &mut SqliteConnection, vm: VmId) -> Result<Vec<Row>, StoreError> {
+    Ok(sqlx::query_as(
+        "SELECT vm_id, id, name, mac, model, backend, link, leaving FROM nics WHERE vm_id = $1
          ORDER BY position",
     )
     .bind(vm.to_string())
     .fetch_all(from)
-    .await?;
-    rows.into_iter().map(|row| Ok(row.read()?.1)).collect()
+    .await?)
 }
 
-/// The network cards of the VMs that a part of their list has, by VM, in their order.
+/// The network cards of the VMs that a part of their list has, by VM, in their order; with those that are being taken from them.
 pub async fn of_part(
     from: &mut SqliteConnection,
     part: &Part,
 ) -> Result<HashMap<VmId, Vec<NicSpec>>, StoreError> {
     let rows: Vec<Row> = sqlx::query_as(
-        "SELECT vm_id, id, name, mac, model, backend, link FROM nics
+        "SELECT vm_id, id, name, mac, model, backend, link, leaving FROM nics
          WHERE vm_id IN (SELECT id FROM vms WHERE id > $1 ORDER BY id LIMIT $2) ORDER BY position",
     )
     .bind(&part.after)
@@ -98,7 +110,7 @@ pub async fn of_part(
     Ok(nics)
 }
 
-/// The place of a network card among those of its VM; none where the VM does not have it.
+/// The place of a network card among those of its VM; none where there is no such card.
 pub async fn position(
     from: &mut SqliteConnection,
     nic: NicId,
@@ -126,6 +138,20 @@ pub async fn delete(to: &mut SqliteConnection, nic: NicId) -> Result<(), StoreEr
     Ok(())
 }
 
+/// Records whether a network card is being taken from its VM.
+pub async fn set_leaving(
+    to: &mut SqliteConnection,
+    nic: NicId,
+    leaving: bool,
+) -> Result<(), StoreError> {
+    sqlx::query("UPDATE nics SET leaving = $1 WHERE id = $2")
+        .bind(leaving)
+        .bind(nic.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// Plugs a network card in or out.
 pub async fn set_link(
     to: &mut SqliteConnection,
@@ -140,7 +166,7 @@ pub async fn set_link(
     Ok(())
 }
 
-/// The VM that has a card of this address, by name.
+/// The VM that has a card of this address, by name; also where the card is being taken from it.
 pub async fn owner(
     from: &mut SqliteConnection,
     mac: MacAddress,

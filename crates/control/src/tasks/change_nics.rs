@@ -1,4 +1,10 @@
 //! Adds a network card to a VM, or removes one. The VM may run: then its guest gets the card, or lets it go.
+//!
+//! ```text
+//! add       row ──► the guest has it
+//! remove    the row says that it leaves ──► the guest has let it go ──► no row
+//! ```
+//! What undoes an addition removes in the same order. So no other card gets the address of one that a guest may still have.
 
 use async_trait::async_trait;
 use vmseal_api::host::NicSpec;
@@ -8,7 +14,8 @@ use super::run::{Run, StepError, register};
 use super::step::{Output, Step};
 use crate::operation::Operation;
 use crate::store::events::NewEvent;
-use crate::store::nics;
+use crate::store::vms::Vm;
+use crate::store::{Write, nics};
 
 /// The steps of adding one, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,11 +29,13 @@ pub(crate) enum AddNicStep {
 pub(crate) enum RemoveNicStep {
     Record,
     PlugOut,
+    RemoveRow,
 }
 
 pub(crate) const ADD: &[&dyn Step] = &[&AddNicStep::Record, &AddNicStep::PlugIn];
 
-pub(crate) const REMOVE: &[&dyn Step] = &[&RemoveNicStep::Record, &RemoveNicStep::PlugOut];
+pub(crate) const REMOVE: &[&dyn Step] =
+    &[&RemoveNicStep::Record, &RemoveNicStep::PlugOut, &RemoveNicStep::RemoveRow];
 
 #[async_trait]
 impl Step for AddNicStep {
@@ -47,17 +56,14 @@ impl Step for AddNicStep {
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Record => insert(run).await,
-            Self::PlugIn => plugged(run, "added").await,
+            Self::PlugIn => plug_in(run).await,
         }
         .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
-            Self::Record => {
-                delete(run).await?;
-                register(run).await
-            }
+            Self::Record => take_back(run).await,
             Self::PlugIn => Ok(()),
         }
     }
@@ -69,31 +75,31 @@ impl Step for RemoveNicStep {
         match self {
             Self::Record => "record",
             Self::PlugOut => "plug-out",
+            Self::RemoveRow => "remove-row",
         }
     }
 
     fn title(&self) -> &'static str {
         match self {
-            Self::Record => "remove it from the inventory",
+            Self::Record => "mark it as being removed",
             Self::PlugOut => "take it from the VM",
+            Self::RemoveRow => "remove it from the inventory",
         }
     }
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
-            Self::Record => delete(run).await,
-            Self::PlugOut => plugged(run, "removed").await,
+            Self::Record => set_leaving(run, true).await,
+            Self::PlugOut => plug_out(run).await,
+            Self::RemoveRow => remove_row(run).await,
         }
         .map(Output::from)
     }
 
     async fn back(&self, run: &Run<'_>, _: &Problem) -> Result<(), StepError> {
         match self {
-            Self::Record => {
-                insert(run).await?;
-                register(run).await
-            }
-            Self::PlugOut => Ok(()),
+            Self::Record => put_back(run).await,
+            Self::PlugOut | Self::RemoveRow => Ok(()),
         }
     }
 }
@@ -117,7 +123,20 @@ async fn insert(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-async fn delete(run: &Run<'_>) -> Result<(), StepError> {
+/// Has the host give the card to the VM, and tells of it.
+async fn plug_in(run: &Run<'_>) -> Result<(), StepError> {
+    register(run).await?;
+    let vm = run.vm().await?;
+    let mut write = run.store().write().await?;
+    tell(&mut write, run, &vm, "added").await?;
+    write.commit().await?;
+    show(run, &vm).await
+}
+
+/// Undoes [`insert`], and what was begun of [`plug_in`].
+async fn take_back(run: &Run<'_>) -> Result<(), StepError> {
+    set_leaving(run, true).await?;
+    register(run).await?;
     let (nic, _) = nic_of(run)?;
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
@@ -125,16 +144,49 @@ async fn delete(run: &Run<'_>) -> Result<(), StepError> {
     Ok(write.commit().await?)
 }
 
-/// Has the host do what the inventory says now, and tells of it.
-async fn plugged(run: &Run<'_>, what: &str) -> Result<(), StepError> {
+/// Records whether the card is being taken from the VM: then the host is told of the VM without it.
+async fn set_leaving(run: &Run<'_>, leaving: bool) -> Result<(), StepError> {
     let (nic, _) = nic_of(run)?;
-    register(run).await?;
-    let vm = run.vm().await?;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
     let mut write = run.store().write().await?;
+    nics::set_leaving(&mut write, nic.nic, leaving).await?;
+    Ok(write.commit().await?)
+}
+
+/// Has the host take the card from the VM.
+async fn plug_out(run: &Run<'_>) -> Result<(), StepError> {
+    register(run).await?;
+    show(run, &run.vm().await?).await
+}
+
+/// Gives the card's name and address up, and tells of it.
+async fn remove_row(run: &Run<'_>) -> Result<(), StepError> {
+    let (nic, _) = nic_of(run)?;
+    let vm = run.vm().await?;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let mut write = run.store().write().await?;
+    nics::delete(&mut write, nic.nic).await?;
+    tell(&mut write, run, &vm, "removed").await?;
+    Ok(write.commit().await?)
+}
+
+/// Undoes a removal: a guest that runs gets the card again, if it has let it go. A task of an earlier version may have removed the row at its
+/// first step.
+async fn put_back(run: &Run<'_>) -> Result<(), StepError> {
+    insert(run).await?;
+    set_leaving(run, false).await?;
+    register(run).await
+}
+
+async fn tell(write: &mut Write<'_>, run: &Run<'_>, vm: &Vm, what: &str) -> Result<(), StepError> {
+    let (nic, _) = nic_of(run)?;
     let detail = format!("network card '{}' is {what}", nic.name);
     let (kind, actor) = ("vm.changed", run.task.actor.as_str());
-    write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?;
-    write.commit().await?;
+    Ok(write.event(NewEvent { kind, actor, target: &vm.name, detail: &detail }).await?)
+}
+
+/// Waits until what the host has done is shown.
+async fn show(run: &Run<'_>, vm: &Vm) -> Result<(), StepError> {
     let state = run.host_state(vm.host, None).await?;
     run.hosts().until_shown(vm.host, &state).await;
     Ok(())

@@ -133,7 +133,7 @@ pub(super) async fn put_back(
 
 /// Gives the VM these network cards in place of all that it has: names and addresses may have gone from one card to another.
 async fn set_nics(write: &mut Write<'_>, vm: VmId, wanted: &[&NicSpec]) -> Result<(), StoreError> {
-    for nic in nics::of_vm(write, vm).await? {
+    for nic in nics::all_of_vm(write, vm).await? {
         nics::delete(write, nic.nic).await?;
     }
     for (position, nic) in wanted.iter().enumerate() {

@@ -3,12 +3,12 @@
 use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::{DiskRole, Exposing, HEADER_AREA, NicSpec};
 use vmseal_api::id::NicId;
-use vmseal_api::nic::NicBackend;
-use vmseal_api::request::{AddDisk, ResizeDisk, SetVm, StopVm};
+use vmseal_api::nic::{MacAddress, NicBackend, NicLink, PortForward};
+use vmseal_api::request::{AddDisk, CreateNic, CreateVm, ResizeDisk, SetNic, SetVm, StopVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{self, Caller, Outcome, set_vm, vm_devices};
+use crate::services::{self, Caller, Outcome, create_vm, set_nic, set_vm, vm_devices};
 use crate::store::{disks, nics, vms};
 
 /// What is changed; of VMs that run, but for a start.
@@ -167,7 +167,11 @@ impl Change {
 
     async fn assert_cards(self, fixture: &Fixture, vm: VmId, expected: usize, what: &str) {
         let has = fixture.agent.runs_with(vm).unwrap().nics().count();
-        assert_eq!((cards(fixture, vm).await.len(), has), (expected, expected), "{what}");
+        let mut read = fixture.store.read().await.unwrap();
+        let all = nics::all_of_vm(&mut read, vm).await.unwrap().len();
+        drop(read);
+        let known = cards(fixture, vm).await.len();
+        assert_eq!((known, all, has), (expected, expected, expected), "{what}");
     }
 
     /// The inventory and the host both have the TPM with its disk, or neither.
@@ -300,6 +304,180 @@ async fn a_device_that_a_guest_keeps_is_not_removed() {
     assert_eq!(fixture.agent.disks().len(), 2);
 }
 
+/// A VM with a card of this address.
+fn with_address_of(nic: &NicSpec) -> CreateVm {
+    with_cards("other", vec![(nic.backend.clone(), Some(nic.mac))])
+}
+
+fn with_cards(name: &str, cards: Vec<(NicBackend, Option<MacAddress>)>) -> CreateVm {
+    let cards = cards.into_iter().map(|(backend, mac)| CreateNic {
+        name: None,
+        mac,
+        model: Default::default(),
+        backend,
+        link: Default::default(),
+    });
+    CreateVm { nics: cards.collect(), ..Fixture::request(name, "plain") }
+}
+
+/// Nobody else gets the address of a card that a guest may still have, and the card is shown.
+#[tokio::test]
+async fn a_card_has_its_address_until_its_guest_has_let_it_go() {
+    let mut fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let removal = Change::RemoveNic.operation(&fixture, vm).await;
+    let nic = cards(&fixture, vm).await.remove(0);
+    let me = Caller::administrator("me");
+    let mut task = None;
+    for point in [FaultPoint::Before, FaultPoint::After] {
+        let (faults, done) = at("plug-out", TaskState::Running, point, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        if task.is_none() {
+            task = Some(fixture.begin(removal.clone(), "web").await);
+        }
+        let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+        fixture.eventually("it crashes", crashed).await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let request = with_address_of(&nic);
+        let refused = create_vm::create(&services, &me, request, false).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::AlreadyExists, "{point:?}: {refused}");
+        let shown = services::vms::show(&services, &me, "web").await.unwrap();
+        assert_eq!(shown.nics.len(), 1, "{point:?}");
+        let down = SetNic { link: NicLink::Down };
+        let refused = set_nic::set(&services, &me, "web", "nic0", down, false).await.unwrap_err();
+        assert!(refused.detail.contains("is being taken"), "{point:?}: {refused}");
+        assert!(cards(&fixture, vm).await.is_empty(), "{point:?}: its host is told of it");
+    }
+    fixture.restart(|_| {}).await;
+    fixture.ends_well(task.unwrap()).await;
+    Change::RemoveNic.assert_done(&fixture, vm, "its guest has let it go").await;
+    let told = fixture.events("vm.changed").await;
+    let removed = told.iter().filter(|it| it.detail == "network card 'nic0' is removed");
+    assert_eq!(removed.count(), 1, "{told:?}");
+    let services = fixture.services(Recipient::generate().unwrap());
+    fixture.requested(&services, with_address_of(&nic)).await;
+}
+
+/// A guest that has got a card, and keeps it when that is undone, has its address until it is removed.
+#[tokio::test]
+async fn an_addition_that_cannot_be_undone_leaves_the_card_to_be_removed() {
+    let mut fixture = Fixture::new().await;
+    let vm = Change::AddNic.before(&fixture).await;
+    let addition = Change::AddNic.operation(&fixture, vm).await;
+    let (faults, _) =
+        at("plug-in", TaskState::Running, FaultPoint::After, Fault::Fail(refused()), 1);
+    fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+    fixture.agent.set_releases_devices(false);
+    let task = fixture.begin(addition, "web").await;
+    let ended = fixture.ended(task).await;
+    assert_eq!(ended.state, TaskState::Unknown, "{:?}", ended.problem);
+    let me = Caller::administrator("me");
+    let services = fixture.services(Recipient::generate().unwrap());
+    let request = with_address_of(&card());
+    let refused = create_vm::create(&services, &me, request, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::AlreadyExists, "{refused}");
+    fixture.agent.set_releases_devices(true);
+    let begun = vm_devices::remove_nic(&services, &me, "web", "nic0", false).await;
+    let Ok(Outcome::Done(task)) = begun else { panic!("{begun:?}") };
+    fixture.ends_well(task.id).await;
+    Change::RemoveNic.assert_done(&fixture, vm, "removed").await;
+}
+
+/// A card that is to leave is not in what the host was told last: the dry run does not ask the host about it.
+#[tokio::test]
+async fn a_dry_run_removes_a_card_that_its_host_no_longer_knows() {
+    let fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let nic = cards(&fixture, vm).await.remove(0);
+    let mut write = fixture.store.write().await.unwrap();
+    nics::set_leaving(&mut write, nic.nic, true).await.unwrap();
+    write.commit().await.unwrap();
+    crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
+    assert_eq!(fixture.agent.registered_as(vm).unwrap().nics().count(), 0);
+    let me = Caller::administrator("me");
+    let services = fixture.services(Recipient::generate().unwrap());
+    let planned = vm_devices::remove_nic(&services, &me, "web", "nic0", true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+}
+
+/// Versions before removed the row at the first step, and had no third one.
+#[tokio::test]
+async fn a_removal_of_an_earlier_version_goes_on_or_is_undone() {
+    for (step, point) in [
+        ("record", FaultPoint::After),
+        ("plug-out", FaultPoint::Before),
+        ("plug-out", FaultPoint::After),
+    ] {
+        for lets_go in [true, false] {
+            let what = format!("{step} {point:?} {lets_go}");
+            let mut fixture = Fixture::new().await;
+            let vm = Change::RemoveNic.before(&fixture).await;
+            let removal = Change::RemoveNic.operation(&fixture, vm).await;
+            let nic = cards(&fixture, vm).await.remove(0);
+            let (faults, done) = at(step, TaskState::Running, point, Fault::Crash, 1);
+            fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+            let task = fixture.begin(removal, "web").await;
+            let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+            fixture.eventually("it crashes", crashed).await;
+            let mut write = fixture.store.write().await.unwrap();
+            nics::delete(&mut write, nic.nic).await.unwrap();
+            write.commit().await.unwrap();
+            fixture.agent.set_releases_devices(lets_go);
+            fixture.restart(|_| {}).await;
+            let ended = fixture.ended(task).await;
+            let is_out = lets_go || (step, point) == ("plug-out", FaultPoint::After);
+            let expected = if is_out { TaskState::Done } else { TaskState::Failed };
+            assert_eq!(ended.state, expected, "{what}: {:?}", ended.problem);
+            match is_out {
+                true => Change::RemoveNic.assert_done(&fixture, vm, &what).await,
+                false => Change::RemoveNic.assert_undone(&fixture, vm, &what).await,
+            }
+        }
+    }
+}
+
+/// What a host lacks for a card refuses the VM before anything of it is on record.
+#[tokio::test]
+async fn a_vm_whose_cards_cannot_be_connected_is_not_made() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let forward: PortForward = "tcp:62000:80".parse().unwrap();
+    let user = || NicBackend::User { forwards: vec![forward.clone()] };
+    let tap = |tap: &str| NicBackend::Tap { tap: tap.to_owned() };
+    let first = with_cards("first", vec![(user(), None), (tap("lan0"), None)]);
+    let first = fixture.requested(&services, first).await;
+    // One that is off has nothing yet.
+    fixture.requested(&services, with_cards("second", vec![(user(), None)])).await;
+    fixture.done(Operation::StartVm { vm: first, boot_once: None }, "first").await;
+    let begun = fixture.events("task.begun").await.len();
+    let none = || NicBackend::User { forwards: vec![] };
+    for (backend, code) in [
+        (NicBackend::Bridge { bridge: "missing0".to_owned() }, ErrorCode::WrongState),
+        (tap("missing0"), ErrorCode::WrongState),
+        (tap("lan0"), ErrorCode::WrongState),
+        (user(), ErrorCode::InUse),
+    ] {
+        for dry_run in [true, false] {
+            let request = with_cards("web", vec![(none(), None), (backend.clone(), None)]);
+            let refused = create_vm::create(&services, &me, request, dry_run).await.unwrap_err();
+            assert_eq!(refused.code, code, "{backend}: {refused}");
+            assert_eq!(refused.field.as_deref(), Some("nics[1].backend"), "{backend}");
+        }
+    }
+    let found = vms::find(&mut fixture.store.read().await.unwrap(), "web").await.unwrap();
+    assert!(found.is_none() && fixture.events("task.begun").await.len() == begun);
+    // Who repeats a request is told that there is such a VM, not that its own guest has the port.
+    let again = with_cards("first", vec![(user(), None)]);
+    let refused = create_vm::create(&services, &me, again, false).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::AlreadyExists, "{refused}");
+    // A host that does not answer says nothing of a card.
+    fixture.inject(Call::ExamineNic, HostFault::LoseRequest, 1);
+    let request = with_cards("web", vec![(none(), None)]);
+    let refused = create_vm::create(&services, &me, request, false).await.unwrap_err();
+    assert_eq!((refused.code, refused.field), (ErrorCode::Unreachable, None));
+}
+
 /// VMs with autostart are started once after a reboot of their host, others are not, and a restart of the agent is none.
 #[tokio::test]
 async fn vms_start_after_their_host_has_rebooted() {
@@ -420,13 +598,15 @@ async fn no_transaction_is_held_while_a_host_is_asked() {
         "name": "web", "policy": "encrypted", "memory": 32 << 20,
         "hardware": { "cpu_model": "max" },
         "disks": [{ "name": "d", "datastore": "local", "size": SIZE }],
+        "nics": [{ "backend": { "kind": "user" } }],
     }));
     // It waits for this one when its own begins.
     let held = fixture.store.write().await.unwrap();
     let create = services::create_vm::create(&services, &me, request.unwrap(), false);
     tokio::pin!(create);
     let asked = fixture.eventually("the host is asked", async || {
-        (fixture.calls(Call::ExamineHardware) > 0).then_some(())
+        // The last question.
+        (fixture.calls(Call::ExamineNic) > 0).then_some(())
     });
     tokio::select! {
         _ = &mut create => panic!("two transactions at a time"),
