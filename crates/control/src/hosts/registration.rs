@@ -32,11 +32,20 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
         snapshots: Vec::new(),
         images: None,
-        about: Some(AboutVm {
-            description: vm.description.clone(),
-            labels: vm.labels.clone(),
-            autostart: vm.autostart,
-        }),
+        about: Some(about(vm)),
+    }
+}
+
+/// What users say of a VM that its descriptors have.
+#[must_use]
+pub fn about(vm: &Vm) -> AboutVm {
+    AboutVm {
+        description: vm.description.clone(),
+        labels: vm.labels.clone(),
+        autostart: vm.autostart,
+        migration_encryption: vm.migration_encryption,
+        on_drain: vm.on_drain,
+        template: vm.template,
     }
 }
 
@@ -67,6 +76,7 @@ fn spec_of_snapshot(of: Snapshot) -> SnapshotSpec {
         quiesced: of.quiesced,
         current: of.current,
         disks: of.disks,
+        description: of.description,
     }
 }
 

@@ -523,6 +523,7 @@ fn snapshot(descriptor: &VmDescriptor, of: &DescribedSnapshot) -> SnapshotSpec {
         quiesced: of.quiesced,
         current: of.current,
         disks: of.disks.iter().filter_map(disk).collect(),
+        description: of.description.clone(),
     }
 }
 
