@@ -7,8 +7,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use vmseal_api::host::descriptor::{
-    DescribedDisk, DescribedReplica, DescribedSnapshot, LENGTH_MAX, SNAPSHOT_DESCRIPTIONS_MAX,
-    VERSION, VmDescriptor, WITHOUT_ABOUT, WITHOUT_SNAPSHOTS, WITHOUT_TREATMENT, parse,
+    DescribedDisk, DescribedReplica, DescribedSnapshot, LENGTH_MAX, VERSION, VmDescriptor,
+    WITHOUT_ABOUT, WITHOUT_SNAPSHOTS, WITHOUT_TREATMENT, bound_descriptions, parse,
 };
 use vmseal_api::host::{AboutVm, DatastoreSpec, KeyReference, SnapshotSpec, VmSpec};
 use vmseal_api::id::{DatastoreId, DiskId};
@@ -158,16 +158,8 @@ fn said(
 
 /// The snapshots of a VM. What would be too long of what was said of them is left out, of the later ones first.
 fn snapshots(spec: &VmSpec) -> Vec<DescribedSnapshot> {
-    let mut left = SNAPSHOT_DESCRIPTIONS_MAX;
     let mut all: Vec<_> = spec.snapshots.iter().map(|it| described(spec, it)).collect();
-    for snapshot in &mut all {
-        // A string can always be written.
-        let length = serde_json::to_string(&snapshot.description).map_or(0, |json| json.len());
-        match left.checked_sub(length) {
-            Some(rest) => left = rest,
-            None => snapshot.description.clear(),
-        }
-    }
+    bound_descriptions(all.iter_mut().map(|it| &mut it.description));
     all
 }
 

@@ -39,7 +39,8 @@ const OLDEST: u32 = 1;
 /// escaped, and with as much said of its snapshots as is written, fits well within.
 pub const LENGTH_MAX: usize = 256 * 1024;
 
-/// The most that is written of what was said of a VM's snapshots, in bytes of JSON in all: some lines of each of the most snapshots.
+/// The most that hosts are told and write of what was said of a VM's snapshots, in bytes of JSON in all: some lines of each of the most
+/// snapshots. All that can be said would be longer than a request to a host may be.
 pub const SNAPSHOT_DESCRIPTIONS_MAX: usize = 64 * 1024;
 
 /// The unit of a VM's memory, in bytes.
@@ -205,6 +206,19 @@ pub fn parse(json: &[u8]) -> Result<VmDescriptor, DescriptorError> {
     let descriptor: VmDescriptor = serde_json::from_slice(json)?;
     descriptor.check().map_err(DescriptorError::Value)?;
     Ok(descriptor)
+}
+
+/// Leaves out what is too long in all of what was said of a VM's snapshots, of the later ones first.
+pub fn bound_descriptions<'a>(descriptions: impl Iterator<Item = &'a mut String>) {
+    let mut left = SNAPSHOT_DESCRIPTIONS_MAX;
+    for description in descriptions {
+        // A string can always be written.
+        let length = serde_json::to_string(&*description).map_or(0, |json| json.len());
+        match left.checked_sub(length) {
+            Some(rest) => left = rest,
+            None => description.clear(),
+        }
+    }
 }
 
 fn is_hexadecimal(text: &str, digits: usize) -> bool {

@@ -1,5 +1,6 @@
 //! The registration of a VM on its host.
 
+use vmseal_api::host::descriptor::bound_descriptions;
 use vmseal_api::host::{
     AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec,
 };
@@ -92,7 +93,9 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     let snapshots = snapshots::of_vm(&mut read, vm.id).await?;
     // One that is being taken or deleted is not for another inventory.
     let whole = snapshots.into_iter().filter(|it| it.state == SnapshotState::Ready);
-    let snapshots = whole.map(spec_of_snapshot).collect();
+    let mut snapshots: Vec<SnapshotSpec> = whole.map(spec_of_snapshot).collect();
+    // A host would refuse a definition that is too long, and the VM could not be started.
+    bound_descriptions(snapshots.iter_mut().map(|it| &mut it.description));
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
     let images = policy.map(|policy| policy.image_layout);
     let spec = VmSpec { snapshots, images, ..spec_of(&vm, &disks, &nics) };

@@ -9,8 +9,9 @@ use vmseal_api::hardware::Firmware;
 use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS, WITHOUT_TREATMENT};
 use vmseal_api::host::survey::FoundDescriptor;
 use vmseal_api::host::version::{ABOUT, DESCRIPTORS, SURVEY_MEMORIES, TREATMENT, USAGE};
-use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
+use vmseal_api::host::{Allocation, BODY_MAX, DatastoreLocation, HostAgent};
 use vmseal_api::id::{DatastoreId, PolicyId, SnapshotId, TaskId};
+use vmseal_api::limits::{DESCRIPTION_MAX, SNAPSHOTS_MAX};
 use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
@@ -356,6 +357,31 @@ pub async fn describe_snapshot(fixture: &Fixture, vm: VmId) -> SnapshotId {
     write.commit().await.unwrap();
     crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
     snapshot
+}
+
+/// Otherwise its host would refuse it, and it could not be started.
+#[tokio::test]
+async fn a_vm_of_which_the_most_is_said_has_a_definition_that_hosts_read() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    for index in 0..SNAPSHOTS_MAX {
+        snapshots::noted(&fixture, vm, &format!("s{index}"), false).await;
+    }
+    // Six bytes of JSON each.
+    let long = "\u{1}".repeat(DESCRIPTION_MAX);
+    let mut write = fixture.store.write().await.unwrap();
+    sqlx::query("UPDATE snapshots SET description = $1 WHERE vm_id = $2")
+        .bind(&long)
+        .bind(vm.to_string())
+        .execute(&mut *write)
+        .await
+        .unwrap();
+    write.commit().await.unwrap();
+    let (_, spec) = crate::hosts::definition(&fixture.store, vm).await.unwrap().unwrap();
+    let length = serde_json::to_vec(&spec).unwrap().len();
+    assert!(length < BODY_MAX, "{length} bytes");
+    assert_eq!(spec.snapshots.len(), SNAPSHOTS_MAX);
+    assert_eq!(spec.snapshots[0].description, long);
 }
 
 #[tokio::test]
