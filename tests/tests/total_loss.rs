@@ -81,8 +81,8 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
     let found = here.json(&["datastore", "adopt", "local"]).unwrap();
     assert_eq!(line(&found, "web")["status"], "known");
     let differs = [
-        "memory: 64 MiB there, 32 MiB in the inventory",
-        "on-drain: stop there, migrate in the inventory",
+        "memory: 64 MiB on the datastore, 32 MiB in the inventory",
+        "on-drain: stop on the datastore, migrate in the inventory",
     ];
     assert_eq!(line(&found, "web")["differs"], serde_json::json!(differs), "{found}");
     here.vmseal(&set).unwrap();

@@ -43,14 +43,15 @@ pub(super) async fn differing(
     Ok(differing)
 }
 
-/// What is the one there and the other here; nothing where both are the same.
+/// What a descriptor and the inventory say of one thing; nothing where both say the same.
 fn differs<T: PartialEq>(
     what: &str,
     (there, here): (T, T),
     show: impl Fn(&T) -> String,
 ) -> Option<String> {
-    (there != here)
-        .then(|| format!("{what}: {} there, {} in the inventory", show(&there), show(&here)))
+    (there != here).then(|| {
+        format!("{what}: {} on the datastore, {} in the inventory", show(&there), show(&here))
+    })
 }
 
 fn compare(vm: &Vm, snapshots: &[Snapshot], there: &VmDescriptor) -> Vec<String> {
@@ -98,14 +99,19 @@ fn of_snapshots(here: &[Snapshot], there: &VmDescriptor) -> Vec<String> {
     for snapshot in &there.snapshots {
         if !here.iter().any(|known| known.id == snapshot.snapshot) {
             let (name, created) = (&snapshot.name, snapshot.created);
-            said.push(format!("snapshot '{name}' of {created}: there, and not in the inventory"));
+            said.push(format!(
+                "snapshot '{name}' of {created}: on the datastore, and not in the inventory"
+            ));
         }
     }
     // One that is being taken or deleted is in no descriptor.
     let whole = || here.iter().filter(|known| known.state == SnapshotState::Ready);
     for known in whole() {
         if !there.snapshots.iter().any(|snapshot| snapshot.snapshot == known.id) {
-            said.push(format!("snapshot '{}': in the inventory, and not there", known.name));
+            said.push(format!(
+                "snapshot '{}': in the inventory, and not on the datastore",
+                known.name
+            ));
         }
     }
     if said.is_empty() {

@@ -198,16 +198,17 @@ async fn what_the_descriptor_says_otherwise_is_shown_until_the_inventory_says_it
     vms::set(&mut write, &older).await.unwrap();
     write.commit().await.unwrap();
     let told = told(&fixture).await;
-    let snapshot = format!("snapshot 'kept' of {}: there, and not in the inventory", taken.created);
+    let snapshot =
+        format!("snapshot 'kept' of {}: on the datastore, and not in the inventory", taken.created);
     let (here, there) = (Size(2 * memory), Size(memory));
     let lines = [
-        "name: 'web' there, 'shop' in the inventory".to_owned(),
-        format!("processors: {vcpus} there, {} in the inventory", vcpus + 1),
-        format!("memory: {there} there, {here} in the inventory"),
-        "description: \"the shop\" there, none in the inventory".to_owned(),
-        "labels: tier=gold there, none in the inventory".to_owned(),
-        "autostart: on there, off in the inventory".to_owned(),
-        "on-drain: leave there, stop in the inventory".to_owned(),
+        "name: 'web' on the datastore, 'shop' in the inventory".to_owned(),
+        format!("processors: {vcpus} on the datastore, {} in the inventory", vcpus + 1),
+        format!("memory: {there} on the datastore, {here} in the inventory"),
+        "description: \"the shop\" on the datastore, none in the inventory".to_owned(),
+        "labels: tier=gold on the datastore, none in the inventory".to_owned(),
+        "autostart: on on the datastore, off in the inventory".to_owned(),
+        "on-drain: leave on the datastore, stop in the inventory".to_owned(),
         snapshot,
     ];
     assert_eq!(told.differs, lines);
