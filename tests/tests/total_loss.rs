@@ -41,6 +41,17 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
     let bytes = std::fs::read(&backup).unwrap();
     assert!(here.refused(&write).unwrap().contains("exists already"));
     assert!(std::fs::read(&backup).unwrap() == bytes);
+    // Since the backup, a VM that runs has got more memory, and its users say more of it.
+    let web = here.vm("web").unwrap()["id"].as_str().unwrap().to_owned();
+    let place = here.path("datastore").join(&web).join("vm.json");
+    let set = ["vm", "set", "web", "--memory", "64MiB", "--on-drain", "stop"];
+    here.vmseal(&set).unwrap();
+    // The host writes it after it has answered.
+    let described = || {
+        let read: Value = serde_json::from_slice(&std::fs::read(&place).ok()?).ok()?;
+        (read["about"]["on_drain"] == "stop").then_some(())
+    };
+    eventually("its descriptor says so", described).unwrap();
     // Newer than the backup: one that runs, and one that does not.
     here.create_counter("later", "encrypted").unwrap();
     assert_eq!(here.boot_counter("later").unwrap(), 1);
@@ -69,6 +80,14 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
     assert_eq!(here.guest_processes("qemu-system-x86_64"), guests, "a guest was ended");
     let found = here.json(&["datastore", "adopt", "local"]).unwrap();
     assert_eq!(line(&found, "web")["status"], "known");
+    let differs = [
+        "memory: 64 MiB on the datastore, 32 MiB in the inventory",
+        "on-drain: stop on the datastore, migrate in the inventory",
+    ];
+    assert_eq!(line(&found, "web")["differs"], serde_json::json!(differs), "{found}");
+    here.vmseal(&set).unwrap();
+    let told = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
+    assert!(line(&told, "web")["differs"].is_null(), "{told}");
     assert_eq!(line(&found, "later")["status"], "begun", "{found}");
     assert_eq!(line(&found, "cold")["status"], "begun", "{found}");
     here.wait_no_alarm(&later, "vm-unknown").unwrap();
@@ -205,11 +224,14 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     // What is said of one that runs, and of one that is off.
     for vm in ["web", "cold"] {
         let say = ["--description", "the shop", "--label", "tier=gold", "--autostart", "on"];
-        here.vmseal(&[&["vm", "set", vm][..], &say].concat()).unwrap();
+        let treat = ["--on-drain", "stop", "--migration-encryption", "required"];
+        here.vmseal(&[&["vm", "set", vm][..], &say, &treat].concat()).unwrap();
     }
     // What it holds then is the count of one boot.
-    here.vmseal(&["snapshot", "create", "cold", "first"]).unwrap();
+    let described = ["--description", "before 2.0"];
+    here.vmseal(&[&["snapshot", "create", "cold", "first"][..], &described].concat()).unwrap();
     here.vmseal(&["snapshot", "create", "cold", "second"]).unwrap();
+    here.vmseal(&["vm", "set", "cold", "--template", "on"]).unwrap();
     // The descriptor does not say that this one keeps memory: its file does.
     here.vmseal(&["snapshot", "create", "web", "asleep", "--memory"]).unwrap();
     let bare = here.vm("bare").unwrap()["id"].as_str().unwrap().to_owned();
@@ -307,7 +329,13 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
         let after = here.vm(vm).unwrap();
         assert_eq!(after["description"], "the shop", "{vm}");
         assert_eq!((&after["labels"]["tier"], &after["autostart"]), (&"gold".into(), &true.into()));
+        assert_eq!(after["on_drain"], "stop", "{vm}");
+        assert_eq!(after["migration_encryption"], "required", "{vm}");
     }
+    assert_eq!(after["template"], true, "{after}");
+    here.vmseal(&["vm", "set", "cold", "--template", "off"]).unwrap();
+    let first = here.json(&["snapshot", "show", "cold", "first"]).unwrap();
+    assert_eq!(first["description"], "before 2.0", "{first}");
     assert_eq!(before["disks"][0], after["disks"][0]);
     assert_eq!(before["nics"].as_array().unwrap().len(), 1);
     let asleep = here.json(&["snapshot", "show", "web", "asleep"]).unwrap();

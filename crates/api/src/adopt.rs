@@ -91,6 +91,10 @@ pub struct AdoptedVm {
     /// older backup. Of a VM that is possible or begun it is what it gets, and what is not taken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub newer: Vec<String>,
+    /// What its descriptor says otherwise than the inventory, a sentence each, and it does not get: name, size, policy, what users say of
+    /// it, and snapshots. After the inventory was restored from a backup, that was changed since.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub differs: Vec<String>,
     /// What it loses if it is adopted as things are, a sentence each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,

@@ -42,6 +42,7 @@ pub mod kmip;
 pub mod limits;
 pub mod log_level;
 pub mod migration;
+mod migration_encryption;
 pub mod model;
 pub mod new_pools;
 pub mod nic;

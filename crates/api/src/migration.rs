@@ -6,6 +6,7 @@ use jiff::SignedDuration;
 use serde::{Deserialize, Serialize};
 
 use crate::host::{DisksSent, MigrationProgress};
+pub use crate::migration_encryption::MigrationEncryption;
 use crate::size::Measured;
 
 /// A minute, in milliseconds.
@@ -29,35 +30,6 @@ pub fn check_downtime(milliseconds: u32) -> Result<(), String> {
     match milliseconds {
         DOWNTIME_MIN..=DOWNTIME_MAX => Ok(()),
         _ => Err(format!("{milliseconds} ms: give {DOWNTIME_MIN} ms to {} s", DOWNTIME_MAX / 1000)),
-    }
-}
-
-/// Whether what a VM is sent with to another host is encrypted. Whatever it says, that of a VM with a key always is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-#[serde(rename_all = "snake_case")]
-pub enum MigrationEncryption {
-    /// Never.
-    Disabled,
-    /// Where both hosts can.
-    #[default]
-    Opportunistic,
-    /// Always: it goes only to hosts that can.
-    Required,
-}
-
-impl MigrationEncryption {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Disabled, Self::Opportunistic, Self::Required];
-
-    /// Its name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Disabled => "disabled",
-            Self::Opportunistic => "opportunistic",
-            Self::Required => "required",
-        }
     }
 }
 

@@ -1,8 +1,10 @@
 //! What a host says of a datastore to an inventory that knows nothing of it, and of what VMs use.
 
+use vmseal_api::drain::OnDrain;
 use vmseal_api::host::descriptor::VmDescriptor;
 use vmseal_api::host::survey::FoundDescriptor;
 use vmseal_api::host::{AboutVm, VmChange};
+use vmseal_api::migration::MigrationEncryption;
 
 use super::*;
 
@@ -52,7 +54,14 @@ pub async fn of_running(agent: &dyn HostAgent, session: &Session) {
     described_as(agent, session, "its policy", |it| it.policy.as_deref() == Some("gold")).await;
     // Nor is what users say of it; where the server does not say it, that stays.
     let labels = [("tier".to_owned(), "gold".to_owned())].into();
-    let said = AboutVm { description: "the shop\n".to_owned(), labels, autostart: true };
+    let said = AboutVm {
+        description: "the shop\n".to_owned(),
+        labels,
+        autostart: true,
+        migration_encryption: MigrationEncryption::Required,
+        on_drain: OnDrain::Stop,
+        template: false,
+    };
     let about = VmSpec { about: Some(said.clone()), ..spec.clone() };
     done(agent.register_vm(about).await, "registering it with what users say");
     described_as(agent, session, "what users say", |it| it.about == said).await;

@@ -263,6 +263,7 @@ mod tests {
             quiesced: None,
             current: false,
             disks: vec![disk.disk],
+            description: String::new(),
         });
         spec.snapshots = snapshots.collect();
         spec.devices = vec![Device::Disk(disk)];

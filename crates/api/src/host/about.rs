@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::drain::OnDrain;
 use crate::limits::{DESCRIPTION_MAX, LABEL_MAX, LABELS_MAX};
+use crate::migration_encryption::MigrationEncryption;
 
 /// What users say of a VM, for the descriptors on its datastores.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,6 +21,20 @@ pub struct AboutVm {
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub autostart: bool,
+    /// Whether what it is sent with to another host is encrypted. Agents without the feature
+    /// [`TREATMENT`](super::version::TREATMENT) are told neither this nor what follows.
+    #[serde(default, skip_serializing_if = "is_usual")]
+    pub migration_encryption: MigrationEncryption,
+    /// What happens to it while it runs when its host is emptied.
+    #[serde(default, skip_serializing_if = "is_usual")]
+    pub on_drain: OnDrain,
+    /// Whether it is a template.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub template: bool,
+}
+
+fn is_usual<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 impl AboutVm {
@@ -26,6 +42,24 @@ impl AboutVm {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// Whether it is treated otherwise than a VM of which nothing is said: when it migrates, when its host is emptied, or as a template.
+    #[must_use]
+    pub fn has_treatment(&self) -> bool {
+        let Self { migration_encryption, on_drain, template, .. } = self;
+        *template || !is_usual(migration_encryption) || !is_usual(on_drain)
+    }
+
+    /// The same without that.
+    #[must_use]
+    pub fn without_treatment(self) -> Self {
+        Self {
+            migration_encryption: MigrationEncryption::default(),
+            on_drain: OnDrain::default(),
+            template: false,
+            ..self
+        }
     }
 
     /// Whether it is what users may say.

@@ -8,7 +8,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::about::AboutVm;
+use super::about::{AboutVm, check_description};
 use super::disk::{Allocation, DiskFacts, DiskLimits, DiskRole};
 use super::key::KeyReference;
 use crate::filter::{CRYPT_SECTOR, DISKS_MAX};
@@ -17,10 +17,15 @@ use crate::id::{DatastoreId, DiskId, SnapshotId, VmId, check_name};
 use crate::limits::{DISK_SIZE_MAX, MEMORY_MAX, MEMORY_MIN, SNAPSHOTS_MAX, VCPUS_MAX};
 use crate::nic::{NicSpec, NicToCheck, check_nics};
 
-/// The newest version, with what users say of the VM. A descriptor of which they say nothing is written as [`WITHOUT_ABOUT`].
-pub const VERSION: u32 = 4;
+/// The newest version, with how the VM is treated, and what was said of its snapshots. A descriptor without any of that is written as
+/// [`WITHOUT_TREATMENT`].
+pub const VERSION: u32 = 5;
 
-/// The version before that, with snapshots, which earlier versions of vmseal read. A descriptor without any is written as
+/// The version before that, with what users say of the VM, which earlier versions of vmseal read. A descriptor of which they say nothing
+/// is written as [`WITHOUT_ABOUT`].
+pub const WITHOUT_TREATMENT: u32 = 4;
+
+/// The version before that, with snapshots, which still earlier versions of vmseal read. A descriptor without any is written as
 /// [`WITHOUT_SNAPSHOTS`].
 pub const WITHOUT_ABOUT: u32 = 3;
 
@@ -30,9 +35,13 @@ pub const WITHOUT_SNAPSHOTS: u32 = 2;
 /// The oldest version that is read: without what a VM needs beside its disks, and without a MAC.
 const OLDEST: u32 = 1;
 
-/// The longest descriptor, in bytes: one of a VM with the most disks and cards, and with the longest description of which each byte is
-/// escaped, fits well within.
-pub const LENGTH_MAX: usize = 128 * 1024;
+/// The longest descriptor, in bytes: one of a VM with the most disks and cards, with the longest description of which each byte is
+/// escaped, and with as much said of its snapshots as is written, fits well within.
+pub const LENGTH_MAX: usize = 256 * 1024;
+
+/// The most that hosts are told and write of what was said of a VM's snapshots, in bytes of JSON in all: some lines of each of the most
+/// snapshots. All that can be said would be longer than a request to a host may be.
+pub const SNAPSHOT_DESCRIPTIONS_MAX: usize = 64 * 1024;
 
 /// The unit of a VM's memory, in bytes.
 const MEMORY_UNIT: u64 = 1 << 20;
@@ -77,7 +86,7 @@ pub struct VmDescriptor {
     /// Its snapshots, in the order in which they were taken; none before version 3.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<DescribedSnapshot>,
-    /// What its users say of it; nothing before version 4.
+    /// What its users say of it; nothing before version 4, and how it is treated since version 5.
     #[serde(default, skip_serializing_if = "AboutVm::is_empty")]
     pub about: AboutVm,
     /// HMAC-SHA256 of all other fields, in hexadecimal; none where the VM has no key, or where it was not at hand.
@@ -144,6 +153,9 @@ pub struct DescribedSnapshot {
     pub current: bool,
     /// The disks that it keeps, by their places among the VM's disks, from 0.
     pub disks: Vec<u8>,
+    /// What its user said of it; nothing before version 5.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
 }
 
 /// The second copy of a disk.
@@ -196,6 +208,19 @@ pub fn parse(json: &[u8]) -> Result<VmDescriptor, DescriptorError> {
     Ok(descriptor)
 }
 
+/// Leaves out what is too long in all of what was said of a VM's snapshots, of the later ones first.
+pub fn bound_descriptions<'a>(descriptions: impl Iterator<Item = &'a mut String>) {
+    let mut left = SNAPSHOT_DESCRIPTIONS_MAX;
+    for description in descriptions {
+        // A string can always be written.
+        let length = serde_json::to_string(&*description).map_or(0, |json| json.len());
+        match left.checked_sub(length) {
+            Some(rest) => left = rest,
+            None => description.clear(),
+        }
+    }
+}
+
 fn is_hexadecimal(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
@@ -234,6 +259,9 @@ impl VmDescriptor {
         }
         if self.version <= WITHOUT_ABOUT && !self.about.is_empty() {
             return Err("it says of the VM what its version does not".to_owned());
+        }
+        if self.version <= WITHOUT_TREATMENT && self.about.has_treatment() {
+            return Err("it says how the VM is treated, which its version does not".to_owned());
         }
         self.about.check()?;
         self.check_devices()
@@ -279,6 +307,11 @@ impl VmDescriptor {
         for (index, snapshot) in self.snapshots.iter().enumerate() {
             let of = |what: &str| format!("snapshot {}: {what}", index + 1);
             check_name(&snapshot.name).map_err(|error| of(&error.to_string()))?;
+            check_description(&snapshot.description)
+                .map_err(|what| of(&format!("its description {what}")))?;
+            if self.version <= WITHOUT_TREATMENT && !snapshot.description.is_empty() {
+                return Err(of("it has a description, which its version does not"));
+            }
             let before = &self.snapshots[..index];
             let same = |it: &DescribedSnapshot| {
                 it.snapshot == snapshot.snapshot || it.name == snapshot.name
@@ -305,18 +338,29 @@ impl VmDescriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::drain::OnDrain;
+    use crate::migration_encryption::MigrationEncryption;
 
     /// The example in docs/formats/vm-descriptor.md. Later versions have to read it too.
     const GOLDEN: &str = include_str!("../../tests/golden/vm-descriptor-2.json");
+    const GOLDEN_5: &str = include_str!("../../tests/golden/vm-descriptor-5.json");
     const GOLDEN_4: &str = include_str!("../../tests/golden/vm-descriptor-4.json");
     const GOLDEN_3: &str = include_str!("../../tests/golden/vm-descriptor-3.json");
     const GOLDEN_1: &str = include_str!("../../tests/golden/vm-descriptor-1.json");
 
     #[test]
     fn the_golden_descriptors_are_read_and_newer_ones_are_written_the_same() {
-        let newest = parse(GOLDEN_4.as_bytes()).unwrap();
-        assert_eq!(serde_json::to_string_pretty(&newest).unwrap(), GOLDEN_4.trim_end());
-        assert_eq!((newest.about.labels["tier"].as_str(), newest.about.autostart), ("gold", true));
+        let newest = parse(GOLDEN_5.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&newest).unwrap(), GOLDEN_5.trim_end());
+        let about = &newest.about;
+        assert_eq!((about.on_drain, about.template), (OnDrain::Leave, true));
+        assert_eq!(about.migration_encryption, MigrationEncryption::Required);
+        assert_eq!(newest.snapshots[0].description, "before 2.0\nask Ann");
+        let with_about = parse(GOLDEN_4.as_bytes()).unwrap();
+        assert_eq!(serde_json::to_string_pretty(&with_about).unwrap(), GOLDEN_4.trim_end());
+        let about = &with_about.about;
+        assert_eq!((about.labels["tier"].as_str(), about.autostart), ("gold", true));
+        assert!(!about.has_treatment());
         let with_snapshots = parse(GOLDEN_3.as_bytes()).unwrap();
         assert_eq!(serde_json::to_string_pretty(&with_snapshots).unwrap(), GOLDEN_3.trim_end());
         let snapshots = &with_snapshots.snapshots;
@@ -338,7 +382,7 @@ mod tests {
     /// The longest that users can say fits, with the most disks, cards and snapshots.
     #[test]
     fn the_longest_descriptor_that_is_written_is_read() {
-        let mut long = parse(GOLDEN_4.as_bytes()).unwrap();
+        let mut long = parse(GOLDEN_5.as_bytes()).unwrap();
         let name = |index: usize| format!("{index:063}");
         let disk = long.disks[0].clone();
         let disks = (0..DISKS_MAX).map(|index| DescribedDisk {
@@ -352,6 +396,8 @@ mod tests {
             snapshot: SnapshotId::new(),
             name: name(index),
             disks: (0..long.disks.len() as u8).collect(),
+            // Six bytes of JSON each.
+            description: "\u{1}".repeat(SNAPSHOT_DESCRIPTIONS_MAX / SNAPSHOTS_MAX / 6),
             ..snapshot.clone()
         });
         long.snapshots = snapshots.collect();
@@ -365,7 +411,7 @@ mod tests {
     #[test]
     fn values_that_no_vm_has_are_refused() {
         for (from, to) in [
-            ("\"version\": 2", "\"version\": 5"),
+            ("\"version\": 2", "\"version\": 6"),
             ("\"vcpus\": 2", "\"vcpus\": 0"),
             ("\"vcpus\": 2,", ""),
             ("\"memory\": 1073741824", "\"memory\": 1"),
@@ -399,6 +445,26 @@ mod tests {
             let changed = GOLDEN_4.replacen(from, to, 1);
             assert!(changed != GOLDEN_4 && parse(changed.as_bytes()).is_err(), "{from} -> {to}");
         }
+        for (from, to) in [
+            ("\"version\": 5", "\"version\": 4"),
+            ("\"required\"", "\"sometimes\""),
+            ("\"leave\"", "\"burn\""),
+        ] {
+            let changed = GOLDEN_5.replacen(from, to, 1);
+            assert!(changed != GOLDEN_5 && parse(changed.as_bytes()).is_err(), "{from} -> {to}");
+        }
+        // Each of the two alone needs the newest version.
+        let mut described = parse(GOLDEN_5.as_bytes()).unwrap();
+        described.version = WITHOUT_TREATMENT;
+        described.about = described.about.clone().without_treatment();
+        assert!(described.check().is_err());
+        described.snapshots[0].description.clear();
+        described.check().unwrap();
+        described.about.template = true;
+        assert!(described.check().is_err());
+        described.version = VERSION;
+        described.snapshots[0].description = "x".repeat(crate::request::DESCRIPTION_MAX + 1);
+        assert!(described.check().is_err());
         assert!(matches!(parse(&[b' '; LENGTH_MAX + 1]), Err(DescriptorError::TooLong)));
     }
 }

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 85] = [
+pub const FEATURES: [&str; 86] = [
     "job-create",
     "job-export",
     NICS,
@@ -110,6 +110,7 @@ pub const FEATURES: [&str; 85] = [
     SURVEY_MEMORIES,
     PACE_OF_REMOVALS,
     EXAMINE_MIGRATION_PORT,
+    TREATMENT,
 ];
 
 /// The feature of agents that give VMs network cards.
@@ -348,6 +349,10 @@ pub const IMAGE_LAYOUTS: &str = "image-layouts";
 
 /// The feature of agents that put what users say of a VM into its descriptors.
 pub const ABOUT: &str = "about-vms";
+
+/// The feature of agents that put into descriptors also how a VM is migrated and drained, whether it is a template, and what was said of
+/// its snapshots.
+pub const TREATMENT: &str = "about-vms-treatment";
 
 /// The feature of agents that fill the disk with a firmware's variables from a file of the host's.
 pub const TAKE_VARIABLES: &str = "take-uefi-variables";

@@ -69,6 +69,9 @@ pub struct SnapshotSpec {
     pub current: bool,
     /// The disks that it keeps.
     pub disks: Vec<DiskId>,
+    /// What its user said of it. Agents without the feature [`TREATMENT`](super::version::TREATMENT) are not told it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
 }
 
 /// A device of a VM. An agent refuses a VM with a device of a kind that it does not know.

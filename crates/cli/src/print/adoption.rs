@@ -23,6 +23,9 @@ pub fn show(output: Output, adoption: &Adoption) -> anyhow::Result<()> {
         for newer in &vm.newer {
             say(format_args!("VM '{name}': {newer}"));
         }
+        for differs in &vm.differs {
+            say(format_args!("VM '{name}' differs: {differs}"));
+        }
         for warning in &vm.warnings {
             say(format_args!("warning: VM '{name}': {warning}"));
         }

@@ -42,7 +42,7 @@ pub use self::earlier_agents::for_agent;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    definition_at, definition_with, read as definition, register, register_with,
+    about, definition_at, definition_with, read as definition, register, register_with,
     register_without_key, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;

@@ -1,5 +1,6 @@
 //! The registration of a VM on its host.
 
+use vmseal_api::host::descriptor::bound_descriptions;
 use vmseal_api::host::{
     AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec,
 };
@@ -32,11 +33,20 @@ pub fn spec_of(vm: &Vm, disks: &[Disk], nics: &[NicSpec]) -> VmSpec {
         devices: disks.map(Device::Disk).chain(nics.iter().cloned().map(Device::Nic)).collect(),
         snapshots: Vec::new(),
         images: None,
-        about: Some(AboutVm {
-            description: vm.description.clone(),
-            labels: vm.labels.clone(),
-            autostart: vm.autostart,
-        }),
+        about: Some(about(vm)),
+    }
+}
+
+/// What users say of a VM that its descriptors have.
+#[must_use]
+pub fn about(vm: &Vm) -> AboutVm {
+    AboutVm {
+        description: vm.description.clone(),
+        labels: vm.labels.clone(),
+        autostart: vm.autostart,
+        migration_encryption: vm.migration_encryption,
+        on_drain: vm.on_drain,
+        template: vm.template,
     }
 }
 
@@ -67,6 +77,7 @@ fn spec_of_snapshot(of: Snapshot) -> SnapshotSpec {
         quiesced: of.quiesced,
         current: of.current,
         disks: of.disks,
+        description: of.description,
     }
 }
 
@@ -82,7 +93,9 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     let snapshots = snapshots::of_vm(&mut read, vm.id).await?;
     // One that is being taken or deleted is not for another inventory.
     let whole = snapshots.into_iter().filter(|it| it.state == SnapshotState::Ready);
-    let snapshots = whole.map(spec_of_snapshot).collect();
+    let mut snapshots: Vec<SnapshotSpec> = whole.map(spec_of_snapshot).collect();
+    // A host would refuse a definition that is too long, and the VM could not be started.
+    bound_descriptions(snapshots.iter_mut().map(|it| &mut it.description));
     let policy = policies::find(&mut read, &vm.policy.to_string()).await?;
     let images = policy.map(|policy| policy.image_layout);
     let spec = VmSpec { snapshots, images, ..spec_of(&vm, &disks, &nics) };

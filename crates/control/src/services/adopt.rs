@@ -6,6 +6,7 @@
 //! inventory.
 
 mod authentic;
+mod differing;
 mod memories;
 mod newer;
 mod rekeyed;
@@ -64,6 +65,8 @@ struct Known {
     rekeyed: HashMap<VmId, Result<Definition, String>>,
     /// VMs whose descriptors have other disks or network cards, with those; or why these are not taken.
     changed: HashMap<VmId, Result<Changed, String>>,
+    /// VMs whose descriptors say something else of them than the inventory, and what.
+    differing: HashMap<VmId, Vec<String>>,
     /// The disks of the inventory, by id.
     disks: HashMap<DiskId, Placed>,
     policies: Vec<Policy>,
@@ -101,6 +104,7 @@ pub async fn adopt(
     known.unseen = memories::complete(&*agent, &known, &mut found).await;
     known.rekeyed = rekeyed(services, &known, &found).await?;
     known.changed = changed(services, &known, &found).await?;
+    known.differing = differing::differing(services, &known, &found).await?;
     if let Some(missing) = request
         .vms
         .iter()
@@ -195,6 +199,7 @@ async fn known(
         unseen: HashMap::new(),
         rekeyed: HashMap::new(),
         changed: HashMap::new(),
+        differing: HashMap::new(),
         disks: placed.filter_map(|disk| Some((disk.id.parse().ok()?, disk))).collect(),
         policies: policies.collect(),
         providers: providers::names(&mut read).await?.into_keys().collect(),
@@ -338,6 +343,7 @@ fn judge(
         task: None,
         detail: String::new(),
         newer: Vec::new(),
+        differs: known.differing.get(&found.vm).cloned().unwrap_or_default(),
         warnings: Vec::new(),
     };
     if let Some(vm) = known.vms.get(&found.vm) {
@@ -523,6 +529,7 @@ fn snapshot(descriptor: &VmDescriptor, of: &DescribedSnapshot) -> SnapshotSpec {
         quiesced: of.quiesced,
         current: of.current,
         disks: of.disks.iter().filter_map(disk).collect(),
+        description: of.description.clone(),
     }
 }
 

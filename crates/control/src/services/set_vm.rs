@@ -23,7 +23,7 @@ use super::vm_values::{check_count, check_description, check_labels, check_memor
 use super::vms::{require_free, require_no_template, require_ready};
 use super::{Outcome, Services, features, room, saved_memory};
 use crate::compliance;
-use crate::hosts::{is_silence, restored};
+use crate::hosts::{self, is_silence, restored};
 use crate::store::events::NewEvent;
 use crate::store::{datastores, disks, nics, policies, snapshots, vms};
 
@@ -80,7 +80,7 @@ pub async fn set(
     }
     // Labels and the like change nothing of the guest, and are for its descriptors. For them a VM that runs is registered again only
     // where that plugs nothing in or out.
-    let said = about(&before) != about(&after)
+    let said = hosts::about(&before) != hosts::about(&after)
         && view.has(ABOUT)
         && has_the_devices(&mut write, id, view.vm(id)).await?;
     write.commit().await?;
@@ -198,11 +198,6 @@ async fn require_no_processor_in_use(
             model_name(vm.hardware.cpu_model.as_deref())
         )),
     }
-}
-
-/// What users say of a VM that its descriptors have.
-fn about(vm: &vms::Vm) -> (&str, &BTreeMap<String, String>, bool) {
-    (&vm.description, &vm.labels, vm.autostart)
 }
 
 /// Whether the guest of a VM has exactly the disks and network cards that the inventory knows. An inventory that was restored may lack

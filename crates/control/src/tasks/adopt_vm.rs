@@ -14,7 +14,7 @@
 mod devices;
 
 use async_trait::async_trait;
-use vmseal_api::host::{AboutVm, Power, VmState};
+use vmseal_api::host::{Power, VmState};
 use vmseal_api::model::{Lifecycle, SnapshotState};
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -100,17 +100,16 @@ fn definition<'a>(run: &'a Run<'_>) -> Result<&'a Definition, StepError> {
 pub(crate) fn row(definition: &Definition) -> Vm {
     let Definition { spec, host, host_name, policy, policy_name, .. } = definition;
     // What is made of a backup has none.
-    let AboutVm { description, labels, autostart } = spec.about.clone().unwrap_or_default();
+    let about = spec.about.clone().unwrap_or_default();
     Vm {
         id: spec.vm,
         name: spec.name.clone(),
-        description,
-        labels,
-        autostart,
-        // Those are the lost inventory's alone.
-        migration_encryption: Default::default(),
-        on_drain: Default::default(),
-        template: false,
+        description: about.description,
+        labels: about.labels,
+        autostart: about.autostart,
+        migration_encryption: about.migration_encryption,
+        on_drain: about.on_drain,
+        template: about.template,
         host: *host,
         host_name: host_name.clone(),
         policy: *policy,
@@ -293,7 +292,7 @@ pub(crate) async fn insert_rows(
             id: of.snapshot,
             vm: vm.id,
             name: of.name.clone(),
-            description: String::new(),
+            description: of.description.clone(),
             parent: of.parent,
             created: of.created,
             memory: kept.is_some(),

@@ -4,12 +4,15 @@
 use std::collections::HashSet;
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm, Rename};
+use vmseal_api::drain::OnDrain;
 use vmseal_api::hardware::Firmware;
-use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS};
+use vmseal_api::host::descriptor::{VmDescriptor, WITHOUT_SNAPSHOTS, WITHOUT_TREATMENT};
 use vmseal_api::host::survey::FoundDescriptor;
-use vmseal_api::host::version::{ABOUT, DESCRIPTORS, SURVEY_MEMORIES, USAGE};
-use vmseal_api::host::{Allocation, DatastoreLocation, HostAgent};
+use vmseal_api::host::version::{ABOUT, DESCRIPTORS, SURVEY_MEMORIES, TREATMENT, USAGE};
+use vmseal_api::host::{Allocation, BODY_MAX, DatastoreLocation, HostAgent};
 use vmseal_api::id::{DatastoreId, PolicyId, SnapshotId, TaskId};
+use vmseal_api::limits::{DESCRIPTION_MAX, SNAPSHOTS_MAX};
+use vmseal_api::migration::MigrationEncryption;
 use vmseal_api::request::SetVm;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -245,7 +248,7 @@ async fn that_an_older_agent_does_not_tell_which_snapshots_keep_memory_is_said()
 
 /// What its users say of it is in its descriptors: of one that is off, of one that runs, and after it has run on.
 #[tokio::test]
-async fn an_adopted_vm_has_its_description_labels_and_autostart() {
+async fn an_adopted_vm_has_what_its_users_said_of_it() {
     for runs in [false, true] {
         let fixture = Fixture::new().await;
         let vm = match runs {
@@ -258,6 +261,9 @@ async fn an_adopted_vm_has_its_description_labels_and_autostart() {
             description: Some("the shop".to_owned()),
             labels: [("tier".to_owned(), Some("gold".to_owned()))].into(),
             autostart: Some(true),
+            migration_encryption: Some(MigrationEncryption::Required),
+            on_drain: Some(OnDrain::Leave),
+            template: (!runs).then_some(true),
             ..SetVm::default()
         };
         set_vm::set(&services, &me, "web", request, false).await.unwrap();
@@ -277,6 +283,8 @@ async fn an_adopted_vm_has_its_description_labels_and_autostart() {
         let after = fixture.vm(vm).await.unwrap();
         assert_eq!((after.description.as_str(), after.autostart), ("the shop", true), "{runs}");
         assert_eq!(after.labels.get("tier").map(String::as_str), Some("gold"), "{runs}");
+        assert_eq!(after.migration_encryption, MigrationEncryption::Required, "{runs}");
+        assert_eq!((after.on_drain, after.template), (OnDrain::Leave, !runs));
     }
 }
 
@@ -304,6 +312,89 @@ async fn an_older_agent_is_not_told_what_users_say_of_a_vm() {
     lose(&fixture, vm).await;
     assert_eq!(fixture.ended(begin(&fixture).await).await.state, TaskState::Done);
     assert!(!fixture.vm(vm).await.unwrap().autostart);
+}
+
+/// One that knows what is said of a VM, and not how it is treated.
+#[tokio::test]
+async fn an_older_agent_is_told_what_users_say_without_what_it_does_not_know() {
+    let fixture = Fixture::new().await;
+    fixture.agent.lack_features(&[TREATMENT]);
+    fixture.agent.restart();
+    fixture
+        .eventually("the server knows", async || {
+            let description = fixture.hosts.view(fixture.host).description?;
+            (!description.features.iter().any(|it| it == TREATMENT)).then_some(())
+        })
+        .await;
+    let vm = fixture.made("web", "encrypted").await;
+    describe_snapshot(&fixture, vm).await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = SetVm {
+        autostart: Some(true),
+        on_drain: Some(OnDrain::Stop),
+        template: Some(true),
+        ..SetVm::default()
+    };
+    set_vm::set(&services, &me, "web", request, false).await.unwrap();
+    let told = fixture.agent.registered_as(vm).unwrap();
+    assert!(told.about.is_some_and(|about| about.autostart && !about.has_treatment()));
+    assert_eq!((told.snapshots.len(), told.snapshots[0].description.as_str()), (1, ""));
+    let found = fixture.agent.survey_datastore(location()).await.unwrap().vms.remove(0);
+    let FoundDescriptor::Read { descriptor, .. } = found.descriptor else { panic!("{found:?}") };
+    assert_eq!(descriptor.version, WITHOUT_TREATMENT);
+}
+
+/// A VM gets a snapshot of which something is said; its host is told.
+pub async fn describe_snapshot(fixture: &Fixture, vm: VmId) -> SnapshotId {
+    let snapshot = snapshots::taken(fixture, vm, "kept").await;
+    let mut write = fixture.store.write().await.unwrap();
+    sqlx::query("UPDATE snapshots SET description = 'before 2.0' WHERE vm_id = $1")
+        .bind(vm.to_string())
+        .execute(&mut *write)
+        .await
+        .unwrap();
+    write.commit().await.unwrap();
+    crate::hosts::register(&fixture.store, &fixture.hosts, vm).await.unwrap();
+    snapshot
+}
+
+/// Otherwise its host would refuse it, and it could not be started.
+#[tokio::test]
+async fn a_vm_of_which_the_most_is_said_has_a_definition_that_hosts_read() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    for index in 0..SNAPSHOTS_MAX {
+        snapshots::noted(&fixture, vm, &format!("s{index}"), false).await;
+    }
+    // Six bytes of JSON each.
+    let long = "\u{1}".repeat(DESCRIPTION_MAX);
+    let mut write = fixture.store.write().await.unwrap();
+    sqlx::query("UPDATE snapshots SET description = $1 WHERE vm_id = $2")
+        .bind(&long)
+        .bind(vm.to_string())
+        .execute(&mut *write)
+        .await
+        .unwrap();
+    write.commit().await.unwrap();
+    let (_, spec) = crate::hosts::definition(&fixture.store, vm).await.unwrap().unwrap();
+    let length = serde_json::to_vec(&spec).unwrap().len();
+    assert!(length < BODY_MAX, "{length} bytes");
+    assert_eq!(spec.snapshots.len(), SNAPSHOTS_MAX);
+    assert_eq!(spec.snapshots[0].description, long);
+}
+
+#[tokio::test]
+async fn a_snapshot_of_an_adopted_vm_has_its_description() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.made("web", "encrypted").await;
+    let snapshot = describe_snapshot(&fixture, vm).await;
+    lose(&fixture, vm).await;
+    let ended = fixture.ended(begin(&fixture).await).await;
+    assert_eq!(ended.state, TaskState::Done, "{:?}", ended.problem);
+    let rows = snapshots::rows(&fixture, vm).await;
+    let said: Vec<_> = rows.iter().map(|row| (row.id, row.description.as_str())).collect();
+    assert_eq!(said, [(snapshot, "before 2.0")]);
 }
 
 #[tokio::test]

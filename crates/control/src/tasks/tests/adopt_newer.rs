@@ -1,14 +1,16 @@
 //! A VM that the inventory has as it was at a backup gets the disks and network cards that its authentic descriptor says.
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm};
+use vmseal_api::drain::OnDrain;
 use vmseal_api::host::version::COMPARE_RESTORED;
 use vmseal_api::host::{Device, HostAgent, NicSpec, VmSpec};
 use vmseal_api::id::NicId;
 use vmseal_api::nic::NicBackend;
 use vmseal_api::request::SetVm;
+use vmseal_api::size::Size;
 use vmseal_secret::sealed_box::Recipient;
 
-use super::adopt::{asked, begin};
+use super::adopt::{asked, begin, describe_snapshot};
 use super::*;
 use crate::hosts::restored;
 use crate::operation::Copies;
@@ -16,7 +18,7 @@ use crate::retention;
 use crate::services::{Caller, set_vm};
 use crate::store::disks::Disk;
 use crate::store::events::NewEvent;
-use crate::store::{disks, keys, nics};
+use crate::store::{disks, keys, nics, snapshots, vms};
 
 /// The address of the card that the VM had at the backup.
 const OLD_CARD: &str = "02:00:00:00:00:01";
@@ -155,6 +157,69 @@ async fn a_vm_gets_the_disks_and_cards_of_its_descriptor_and_starts_with_them() 
     assert_eq!((again.status, again.newer.len()), (AdoptStatus::Known, 0), "{again:?}");
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
     assert_eq!(fixture.agent.runs_with(vm).unwrap().disks().count(), 2);
+}
+
+/// It is for people to say again: a descriptor says it, and nothing is taken.
+#[tokio::test]
+async fn what_the_descriptor_says_otherwise_is_shown_until_the_inventory_says_it_too() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    describe_snapshot(&fixture, vm).await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let request = SetVm {
+        description: Some("the shop".to_owned()),
+        labels: [("tier".to_owned(), Some("gold".to_owned()))].into(),
+        autostart: Some(true),
+        on_drain: Some(OnDrain::Leave),
+        ..SetVm::default()
+    };
+    set_vm::set(&services, &me, "web", request.clone(), false).await.unwrap();
+    let same = told(&fixture).await;
+    assert_eq!((same.status, same.differs.len()), (AdoptStatus::Known, 0), "{same:?}");
+    // The inventory is as it was at a backup.
+    let mut read = fixture.store.read().await.unwrap();
+    let taken = snapshots::of_vm(&mut read, vm).await.unwrap().remove(0);
+    drop(read);
+    let known = fixture.vm(vm).await.unwrap();
+    let (vcpus, memory) = (known.vcpus, known.memory);
+    let mut write = fixture.store.write().await.unwrap();
+    snapshots::delete(&mut write, &taken).await.unwrap();
+    let older = vms::Vm {
+        name: "shop".to_owned(),
+        vcpus: vcpus + 1,
+        memory: 2 * memory,
+        description: String::new(),
+        labels: Default::default(),
+        autostart: false,
+        on_drain: OnDrain::Stop,
+        ..known
+    };
+    vms::set(&mut write, &older).await.unwrap();
+    write.commit().await.unwrap();
+    let told = told(&fixture).await;
+    let snapshot =
+        format!("snapshot 'kept' of {}: on the datastore, and not in the inventory", taken.created);
+    let (here, there) = (Size(2 * memory), Size(memory));
+    let lines = [
+        "name: 'web' on the datastore, 'shop' in the inventory".to_owned(),
+        format!("processors: {vcpus} on the datastore, {} in the inventory", vcpus + 1),
+        format!("memory: {there} on the datastore, {here} in the inventory"),
+        "description: \"the shop\" on the datastore, none in the inventory".to_owned(),
+        "labels: tier=gold on the datastore, none in the inventory".to_owned(),
+        "autostart: on on the datastore, off in the inventory".to_owned(),
+        "on-drain: leave on the datastore, stop in the inventory".to_owned(),
+        snapshot,
+    ];
+    assert_eq!(told.differs, lines);
+    assert_eq!((told.status, told.newer.len()), (AdoptStatus::Known, 0), "{told:?}");
+    assert_eq!(fixture.vm(vm).await.unwrap().memory, 2 * memory, "it was taken");
+    // As the page of the drill says.
+    let name = Some("web".to_owned());
+    let request = SetVm { name, vcpus: Some(vcpus), memory: Some(memory), ..request };
+    set_vm::set(&services, &me, "shop", request, false).await.unwrap();
+    let told = asked(&fixture, AdoptVms::default(), true).await.remove(0);
+    assert!(told.differs.is_empty(), "{told:?}");
 }
 
 /// It gets both, where its descriptor names the new key.

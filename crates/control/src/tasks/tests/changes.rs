@@ -1,5 +1,6 @@
 //! VMs that are changed: rebooted, started because their host has rebooted, given disks and network cards.
 
+use vmseal_api::drain::OnDrain;
 use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::{DiskRole, Exposing, HEADER_AREA, NicSpec};
 use vmseal_api::id::NicId;
@@ -526,6 +527,10 @@ async fn a_label_registers_no_running_vm_anew_that_has_a_disk_more() {
     assert_eq!(set(request).await, 1);
     let told = fixture.agent.registered_as(vm).unwrap().about.unwrap();
     assert_eq!(told.description, "the shop");
+    let request = SetVm { on_drain: Some(OnDrain::Leave), ..SetVm::default() };
+    assert_eq!(set(request).await, 1);
+    let told = fixture.agent.registered_as(vm).unwrap().about.unwrap();
+    assert_eq!(told.on_drain, OnDrain::Leave);
     // It lacks a disk of the guest's.
     let disk = fixture.disks(vm).await[1].id;
     let mut write = fixture.store.write().await.unwrap();
