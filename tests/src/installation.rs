@@ -13,6 +13,7 @@ use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::as_user::as_user;
 use crate::guest::{Console, counter_disk};
 use crate::process::{Process, kill_hard, using};
 use crate::terminal::at_terminal;
@@ -387,7 +388,20 @@ impl Installation {
     pub fn start_agent_with(&mut self, more: &[&str]) -> anyhow::Result<()> {
         let mut command = self.agent_command("agent", "run")?;
         command.args(more);
-        let mut agent = Process::start(&mut command, &self.path("agent.log"))?;
+        self.start_agent_by(&mut command)
+    }
+
+    /// The same by a user who is not root ([`as_user`]); whether there can be one. No VM runs that another agent has started.
+    pub fn start_agent_as_user(&mut self) -> anyhow::Result<bool> {
+        let Some(mut command) = as_user(&self.agent_command("agent", "run")?) else {
+            return Ok(false);
+        };
+        self.start_agent_by(&mut command)?;
+        Ok(true)
+    }
+
+    fn start_agent_by(&mut self, command: &mut Command) -> anyhow::Result<()> {
+        let mut agent = Process::start(command, &self.path("agent.log"))?;
         self.wait_connected(&mut agent)?;
         self.agent = Some(agent);
         Ok(())

@@ -4,11 +4,14 @@
 
 use std::path::PathBuf;
 
-use serde_json::Value;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use vmseal_tests::eventually;
 use vmseal_tests::guest::{Console, medium};
 use vmseal_tests::installation::{Installation, text};
-use vmseal_tests::process::kill_hard;
-use vmseal_tests::two_hosts::{HERE, THERE, only_host};
+use vmseal_tests::process::{Process, kill_hard};
+use vmseal_tests::two_hosts::{HERE, QEMU, THERE, only_host};
 
 /// What the guest on a medium says first.
 const STARTED: &str = "VMSEAL-STARTED-FROM-MEDIUM";
@@ -44,6 +47,39 @@ fn create(here: &Installation, vm: &str, more: &[&str]) {
     here.vmseal(&[&create[..], more].concat()).unwrap();
 }
 
+/// The console of a guest that has started so often from a medium: one that is opened again shows what was said before.
+fn console_again(here: &Installation, former: Console, starts: u32) -> Console {
+    drop(former);
+    let mut guest = here.console("web").unwrap();
+    for _ in 0..starts {
+        guest.expect(STARTED, 0).unwrap();
+    }
+    guest
+}
+
+/// What is in the drive is changed, and the agent dies meanwhile: QEMU stands still, so that it cannot have done it. Who asked for it is
+/// told so, and asks again.
+fn agent_dies_while_it_changes(here: &mut Installation, change: &[&str], drive: &Value) {
+    let qemu = Pid::from_raw(here.processes_of("web", QEMU).unwrap()[0]);
+    kill(qemu, Signal::SIGSTOP).unwrap();
+    let log = here.path(&format!("{}.log", change[2]));
+    let mut asking = Process::start(here.command().unwrap().args(change), &log).unwrap();
+    eventually("the change is in the inventory", || {
+        (here.vm("web").ok()?["hardware"]["cdrom"] == *drive).then_some(())
+    })
+    .unwrap();
+    assert!(!asking.ended(), "{}", std::fs::read_to_string(&log).unwrap());
+    here.kill_agent();
+    kill(qemu, Signal::SIGCONT).unwrap();
+    let ended = asking.wait().unwrap();
+    let said = std::fs::read_to_string(&log).unwrap();
+    assert!(!ended.success() && said.contains("Do it again"), "{said}");
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+    here.vmseal(change).unwrap();
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], *drive);
+}
+
 fn off(here: &Installation, vm: &str) {
     here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
 }
@@ -70,7 +106,7 @@ fn guests_start_from_a_medium_once_or_always_and_read_what_is_put_in() {
     off(&here, "web");
     assert_eq!(here.boot_counter("web").unwrap(), 3);
     let set = here.json(&["vm", "set", "web", "--boot", "cdrom,disk"]).unwrap();
-    assert_eq!(set["at_next_start"], serde_json::json!(["boot"]), "{set}");
+    assert_eq!(set["at_next_start"], json!(["boot"]), "{set}");
     off(&here, "web");
 
     here.vmseal(&["vm", "start", "web"]).unwrap();
@@ -89,14 +125,16 @@ fn guests_start_from_a_medium_once_or_always_and_read_what_is_put_in() {
     std::fs::remove_file(second).unwrap();
     here.start_agent().unwrap();
     here.wait_host().unwrap();
-    drop(guest);
-    let mut guest = here.console("web").unwrap();
-    // A console that is opened again shows what was said before: three starts, and what was read after the last.
-    for _ in 0..3 {
-        guest.expect(STARTED, 0).unwrap();
-    }
+    let mut guest = console_again(&here, guest, 3);
+    // After the last start it has read this before.
     guest.expect("VMSEAL-READ second", 0).unwrap();
     reads(&mut guest, "second");
+    let third = make_medium(&here, "third");
+    let third = text(&third).unwrap();
+    let insert = ["vm", "cdrom", "insert", "web", third];
+    agent_dies_while_it_changes(&mut here, &insert, &json!({ "medium": third }));
+    let mut guest = console_again(&here, guest, 3);
+    starts_again(&mut guest, "third");
     // The drive is none of the filter's, which the firmware needs for the disk when it starts again.
     kill_hard(here.processes_of("web", "vmseal-filter").unwrap()[0]);
     here.wait_alarm("web", "filter-restarted").unwrap();
@@ -112,10 +150,10 @@ fn guests_start_from_a_medium_once_or_always_and_read_what_is_put_in() {
     let mut guest = here.console("web").unwrap();
     guest.expect(STARTED, 0).unwrap();
     reads(&mut guest, "first");
-    for _ in 0..2 {
-        here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
-    }
-    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], serde_json::json!({}));
+    let eject = ["vm", "cdrom", "eject", "web"];
+    agent_dies_while_it_changes(&mut here, &eject, &json!({}));
+    here.vmseal(&eject).unwrap();
+    let mut guest = console_again(&here, guest, 1);
     // The firmware goes on to the disk.
     guest.type_text("b").unwrap();
     assert_eq!(guest.next_count().unwrap(), 4);
@@ -155,7 +193,7 @@ fn a_guest_that_is_resumed_has_in_its_drive_what_was_put_in_meanwhile() {
     assert!(refused.contains(first), "{refused}");
     here.vmseal(&["vm", "cdrom", "eject", "web"]).unwrap();
     here.vmseal(&["vm", "resume", "web"]).unwrap();
-    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], serde_json::json!({}));
+    assert_eq!(here.vm("web").unwrap()["hardware"]["cdrom"], json!({}));
     here.vmseal(&["vm", "cdrom", "insert", "web", second]).unwrap();
     let mut guest = here.console("web").unwrap();
     starts_again(&mut guest, "second");

@@ -8,6 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use vmseal_tests::eventually;
+use vmseal_tests::figures::limited_disks;
 use vmseal_tests::guest::{COUNT, Console};
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{has_its_turn, some_of};
@@ -362,15 +363,38 @@ fn disks_that_were_there_at_the_start_are_removed_at_another_host() {
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
 }
 
+/// Two policies: with a limit, and with a processor model that emulated guests do not have by themselves.
+fn add_policies(here: &Installation) {
+    here.vmseal(&["policy", "create", "limited", "--plain", "--iops", "10000"]).unwrap();
+    here.vmseal(&["policy", "create", "named", "--plain", "--cpu-model", "Nehalem"]).unwrap();
+}
+
+/// The guest sees the processor model that its policy names, or another one.
+fn sees_named_model(console: &mut Console, named: bool) {
+    let not = if named { "" } else { "! " };
+    holds(console, &format!("{not}grep -q '^model name.*Nehalem' /proc/cpuinfo"));
+}
+
 #[test]
 fn what_waits_for_the_next_start_is_there_after_a_reboot() {
     let mut here = made("plain");
+    add_policies(&here);
     let mut console = booted(&here);
+    sees_named_model(&mut console, false);
     let set =
         here.vmseal(&["vm", "set", VM, "--vcpus", "2", "--memory", "160MiB", "--name", "db_1"]);
     assert!(set.unwrap().contains("db_1"));
     let changed = here.vm("db_1").unwrap();
     assert_eq!(changed["at_next_start"], serde_json::json!(["vcpus", "memory"]));
+    // Another policy: not one that encrypts, and no other processor while the guest has this one.
+    for (policy, why) in [("encrypted", "vmseal vm encrypt"), ("named", "vmseal vm stop db_1")] {
+        let refused = here.refused(&["vm", "set", "db_1", "--policy", policy]).unwrap();
+        assert!(refused.contains("--policy") && refused.contains(why), "{policy}: {refused}");
+    }
+    let set = here.json(&["vm", "set", "db_1", "--policy", "limited"]).unwrap();
+    assert_eq!(set["policy"], "limited");
+    assert_eq!(set["at_next_start"], serde_json::json!(["vcpus", "memory", "limits"]));
+    assert_eq!(limited_disks(&here, "db_1").unwrap(), 0, "limits of a guest that runs");
     here.vmseal(&["vm", "set", "db_1", "--name", VM, "--label", "env=prod", "--autostart", "on"])
         .unwrap();
     let listed = |label: &str| here.json(&["vm", "list", "--label", label]).unwrap();
@@ -393,6 +417,7 @@ fn what_waits_for_the_next_start_is_there_after_a_reboot() {
     holds(&mut console, "[ $(grep -c ^processor /proc/cpuinfo) = 2 ]");
     holds(&mut console, "[ -e /sys/block/vdb ]");
     assert!(here.vm(VM).unwrap().get("at_next_start").is_none());
+    assert_eq!(limited_disks(&here, VM).unwrap(), 2, "the limits of the policy");
 
     // QEMU dies with a disk that was added: the VM is found so, and starts with all of it.
     here.vmseal(&["disk", "add", VM, "--disk", "datastore=local,size=4MiB,name=last"]).unwrap();
@@ -403,8 +428,11 @@ fn what_waits_for_the_next_start_is_there_after_a_reboot() {
     here.vmseal(&["disk", "resize", VM, "last", "--size", "8MiB"]).unwrap();
     here.vmseal(&["disk", "remove", VM, "more"]).unwrap();
     here.vmseal(&["nic", "add", VM, "--nic", "user"]).unwrap();
+    here.vmseal(&["vm", "set", VM, "--policy", "named"]).unwrap();
     here.vmseal(&["vm", "start", VM]).unwrap();
     let mut console = booted(&here);
+    sees_named_model(&mut console, true);
+    assert_eq!(limited_disks(&here, VM).unwrap(), 0, "the limits of the former policy");
     holds(&mut console, "[ $(cat /sys/block/vdb/size) = 16384 ]");
     holds(&mut console, "[ -e /sys/class/net/eth1 ]");
     next_agent(&mut here);

@@ -148,6 +148,27 @@ fn starts_from_the_network_by_e1000e(here: &Installation, vm: &str) {
     here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
 }
 
+/// An agent that is not root makes no taps, and a card `user` needs none. The VM is off, and has a card `lan` on a bridge and a card `out`.
+fn is_reached_without_root(here: &mut Installation, vm: &str) {
+    here.kill_agent();
+    if !here.start_agent_as_user().unwrap() {
+        return;
+    }
+    eventually("the host says that its agent is not root", || {
+        here.weakness("the agent does not run as root").ok()?.then_some(())
+    })
+    .unwrap();
+    let refused = here.refused(&["vm", "start", vm]).unwrap();
+    assert!(refused.contains("'lan'") && refused.contains("CAP_NET_ADMIN"), "{refused}");
+    here.vmseal(&["nic", "remove", vm, "lan"]).unwrap();
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    let shown = here.vm(vm).unwrap();
+    let port = shown["nics"][0]["forwards"][0]["host_port"].as_u64().unwrap();
+    assert!(page(&format!("127.0.0.1:{port}")).unwrap().contains("10.0.2.15"));
+    here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    assert_eq!((taps().unwrap(), here.all_guest_processes()), (0, vec![]));
+}
+
 #[test]
 fn guests_are_on_the_network() {
     if !own_namespace().unwrap() {
@@ -248,6 +269,7 @@ fn guests_are_on_the_network() {
     let told = here.refused(&["vm", "guest", "ping", "third"]).unwrap();
     assert!(told.contains("guest of VM 'third'"), "{told}");
     here.vmseal(&["vm", "stop", "third", "--force"]).unwrap();
+    is_reached_without_root(&mut here, "third");
 }
 
 #[test]

@@ -6,13 +6,17 @@ use std::net::TcpListener;
 use std::thread::sleep;
 use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::{has_its_turn, some_of};
 use vmseal_tests::network::{bridge, connect, echoes, ip, own_namespace, page, taps};
+use vmseal_tests::process::Process;
 use vmseal_tests::shell_guest;
+use vmseal_tests::two_hosts::QEMU;
 
 const VM: &str = "web";
 
@@ -95,6 +99,34 @@ fn comes_with_its_cable_out(here: &Installation, console: &mut Console) {
     eventually("the tap of the card is gone", || (taps().unwrap() == 0).then_some(())).unwrap();
 }
 
+/// The link of a card in the record from which the next agent adopts the VM.
+fn link_on_record(here: &Installation, card: &str) -> Option<Value> {
+    let vm = here.vm(VM).ok()?["id"].as_str()?.to_owned();
+    let record = std::fs::read(here.path("run/vms").join(vm).join("run.json")).ok()?;
+    let record: Value = serde_json::from_slice(&record).ok()?;
+    let mut devices = record["vm"]["devices"].as_array()?.iter();
+    Some(devices.find(|it| it["device"] == "nic" && it["name"] == card)?["link"].clone())
+}
+
+/// The link of a card is changed, and the agent dies when that is on record; QEMU stands still, so that it cannot have done it. The next
+/// agent goes on, and nobody asks again.
+fn agent_dies_while_link_changes(here: &mut Installation, card: &str, link: &str) {
+    let qemu = Pid::from_raw(here.processes_of(VM, QEMU).unwrap()[0]);
+    assert!(link_on_record(here, card).unwrap() != link);
+    kill(qemu, Signal::SIGSTOP).unwrap();
+    let mut set = here.command().unwrap();
+    set.args(["nic", "set", VM, card, "--link", link]);
+    let mut setting = Process::start(&mut set, &here.path("link.log")).unwrap();
+    eventually("the link is on record", || (link_on_record(here, card)? == link).then_some(()))
+        .unwrap();
+    assert!(!setting.ended(), "QEMU did it while it stood still");
+    here.kill_agent();
+    kill(qemu, Signal::SIGCONT).unwrap();
+    setting.wait().unwrap();
+    here.start_agent().unwrap();
+    here.wait_power(VM, "running").unwrap();
+}
+
 #[test]
 fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     if !own_namespace().unwrap() {
@@ -167,10 +199,13 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
     let mut console = here.console(VM).unwrap();
     echoes(&mut on_bridge, b"with another agent").unwrap();
     assert_eq!(nics(&here).len(), 3);
-    here.vmseal(&["nic", "set", VM, "lan", "--link", "down"]).unwrap();
-    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 0 ]");
-    here.vmseal(&["nic", "set", VM, "lan", "--link", "up"]).unwrap();
-    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 1 ]");
+    for (link, carrier) in [("down", 0), ("up", 1)] {
+        agent_dies_while_link_changes(&mut here, "lan", link);
+        assert_eq!(nics(&here)[1]["link"], link);
+        drop(console);
+        console = here.console(VM).unwrap();
+        holds(&mut console, &format!("[ $(cat /sys/class/net/eth1/carrier) = {carrier} ]"));
+    }
     echoes(&mut on_bridge, b"plugged in again").unwrap();
 
     // A guest that stands still does not let a card go; it does when it goes on. Until then nobody else gets the card's address.

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -101,6 +103,49 @@ fn events(here: &Installation, kind: &str) -> Vec<String> {
     let events = here.json(&["events"]).unwrap();
     let of_kind = events.as_array().unwrap().iter().filter(|event| event["kind"] == kind);
     of_kind.map(|event| event["detail"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Where the processes of the VM have their sockets, and their record is.
+fn running(here: &Installation) -> PathBuf {
+    here.path("run/vms").join(here.vm(VM).unwrap()["id"].as_str().unwrap())
+}
+
+/// The status of the guest, as QEMU says by the monitor at which no agent is.
+fn status_by_qemu(monitor: &Path) -> Option<String> {
+    let stream = UnixStream::connect(monitor).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(10))).ok()?;
+    let mut qmp = BufReader::new(stream);
+    for command in ["qmp_capabilities", "query-status"] {
+        writeln!(qmp.get_mut(), "{{\"execute\": \"{command}\"}}").ok()?;
+    }
+    // A greeting and another answer come first.
+    for line in qmp.lines() {
+        let said: Value = serde_json::from_str(&line.ok()?).ok()?;
+        if let Some(status) = said["return"]["status"].as_str() {
+            return Some(status.to_owned());
+        }
+    }
+    None
+}
+
+/// The guest panics while no agent is there that could hear of it: the next one finds it so.
+fn panics_unheard(here: &mut Installation, mut console: Console) {
+    panics_in(&mut console, 4);
+    here.kill_agent();
+    drop(console);
+    let running = running(here);
+    let record = std::fs::read(running.join("run.json")).unwrap();
+    let record: Value = serde_json::from_slice(&record).unwrap();
+    assert!(record["panic"].is_null(), "the agent has heard of it: {record}");
+    eventually("the guest panics", || {
+        (status_by_qemu(&running.join("qmp.sock"))? == "guest-panicked").then_some(())
+    })
+    .unwrap();
+    here.start_agent().unwrap();
+    here.wait_host().unwrap();
+    here.wait_power(VM, "paused").unwrap();
+    let told = here.wait_alarm(VM, "guest-panicked").unwrap();
+    assert!(told.contains("stands still"), "{told}");
 }
 
 fn decrypted(here: &Installation, name: &str) -> PathBuf {
@@ -217,7 +262,13 @@ fn a_guest_that_panics_is_left_as_it_is_until_somebody_resets_it() {
     here.vmseal(&["vm", "reset", VM]).unwrap();
     here.vmseal(&["vm", "unpause", VM]).unwrap();
     here.wait_no_alarm(VM, "guest-panicked").unwrap();
-    boots_again(&here);
+    let console = boots_again(&here);
+    assert_eq!(events(&here, "vm.panicked").len(), 1);
+    panics_unheard(&mut here, console);
+    eventually("the server tells of it", || {
+        (events(&here, "vm.panicked").len() == 2).then_some(())
+    })
+    .unwrap();
 }
 
 /// QEMU writes no core dump while it sends memory: the sending ends first.

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixListener;
 use vmseal_agent::{AcceleratorChoice, AgentOptions, DISK_STALL, FILTER_RESTART_TIMEOUT, RealHost};
@@ -17,6 +18,7 @@ use vmseal_api::problem::ErrorCode;
 
 const RECORD_1: &str = include_str!("golden/run-record-1.json");
 const RECORD_2: &str = include_str!("golden/run-record-2.json");
+const RECORD_3: &str = include_str!("golden/run-record-3.json");
 const RECORD_4: &str = include_str!("golden/run-record-4.json");
 const RECORD_5: &str = include_str!("golden/run-record-5.json");
 
@@ -104,8 +106,13 @@ impl Host {
     }
 
     /// Answers as QEMU's monitor and console do while the guest runs. What the monitor was asked is in the list.
-    fn answer_as_qemu(&self, vm: VmId) -> Arc<Mutex<Vec<String>>> {
-        let asked = Arc::<Mutex<Vec<String>>>::default();
+    fn answer_as_qemu(&self, vm: VmId) -> Arc<Mutex<Vec<Value>>> {
+        self.answer_as_qemu_whose_guest(vm, "running")
+    }
+
+    /// The same where the guest has this status.
+    fn answer_as_qemu_whose_guest(&self, vm: VmId, status: &'static str) -> Arc<Mutex<Vec<Value>>> {
+        let asked = Arc::<Mutex<Vec<Value>>>::default();
         let list = Arc::clone(&asked);
         let console = UnixListener::bind(self.of(vm).join("console.sock")).unwrap();
         let monitor = UnixListener::bind(self.of(vm).join("qmp.sock")).unwrap();
@@ -122,17 +129,17 @@ impl Host {
                 writer.write_all(format!("{version}\r\n").as_bytes()).await.unwrap();
                 let mut lines = BufReader::new(reader).lines();
                 while let Ok(Some(line)) = lines.next_line().await {
-                    let request: serde_json::Value = serde_json::from_str(&line).unwrap();
-                    let command = request["execute"].as_str();
-                    list.lock().unwrap().extend(command.map(str::to_owned));
-                    let answer = match command {
+                    let request: Value = serde_json::from_str(&line).unwrap();
+                    let answer = match request["execute"].as_str() {
                         Some("query-status") => {
-                            r#"{"running": true, "status": "running"}"#.to_owned()
+                            json!({ "running": status == "running", "status": status })
                         }
                         Some("qom-list") => devices(),
-                        _ => "{}".to_owned(),
+                        _ => json!({}),
                     };
-                    let answer = format!("{{\"return\": {answer}, \"id\": {}}}\r\n", request["id"]);
+                    let answer = json!({ "return": answer, "id": request["id"] });
+                    list.lock().unwrap().push(request);
+                    let answer = format!("{answer}\r\n");
                     if writer.write_all(answer.as_bytes()).await.is_err() {
                         break;
                     }
@@ -170,12 +177,11 @@ async fn wait(agent: &RealHost, vm: VmId, wanted: impl Fn(&VmState) -> bool) -> 
 }
 
 /// The devices of the VMs of the records, as QEMU lists them.
-fn devices() -> String {
-    let record: serde_json::Value = serde_json::from_str(RECORD_5).unwrap();
+fn devices() -> Value {
+    let record: Value = serde_json::from_str(RECORD_5).unwrap();
     let names = record["nics"].as_array().unwrap().iter();
     let names = names.map(|nic| format!("nic-{}", nic["nic"].as_str().unwrap()));
-    let listed = names.map(|name| serde_json::json!({"name": name, "type": "child<x>"}));
-    serde_json::Value::from_iter(listed).to_string()
+    Value::from_iter(names.map(|name| json!({"name": name, "type": "child<x>"})))
 }
 
 /// The alarm text of a VM that is left running.
@@ -228,16 +234,59 @@ async fn the_record_of_an_older_agent_is_adopted() {
 }
 
 #[tokio::test]
+async fn the_record_of_an_agent_before_network_cards_is_adopted() {
+    is_adopted(RECORD_3).await;
+}
+
+/// An agent may have ended after it had put on record that a cable is out, and before it told QEMU.
+#[tokio::test]
 async fn the_record_of_an_agent_before_devices_came_and_went_is_adopted() {
     let mut host = Host::new();
     let vm = host.vm(|vm| record(RECORD_4, vm));
-    host.answer_as_qemu(vm);
+    let asked = host.answer_as_qemu(vm);
     let agent = host.agent().await;
     let found = state(&agent, vm).await.unwrap();
     assert_eq!((found.power, found.nics.len()), (Power::Running, 3));
     let with = found.started_with.unwrap();
     assert_eq!((with.vcpus, with.disks.len()), (2, 3));
+    let asked = asked.lock().unwrap().clone();
+    let links = asked.iter().filter(|it| it["execute"] == "set_link");
+    let links: Vec<_> = links.map(|it| it["arguments"]["up"].as_bool()).take(3).collect();
+    assert_eq!(links, [Some(true), Some(false), Some(true)], "{asked:?}");
     assert!(host.lives(0));
+}
+
+/// The record of a guest that runs and has not panicked, and is to be left as it is when it does.
+fn preserved(vm: VmId) -> String {
+    let mut golden: Value = serde_json::from_str(RECORD_5).unwrap();
+    for field in ["paused", "panics", "panic"] {
+        golden.as_object_mut().unwrap().remove(field);
+    }
+    golden["hardware"]["on_crash"] = json!("preserve");
+    record(&golden.to_string(), vm)
+}
+
+/// Nobody was there to hear of it from QEMU: the agent that starts finds the guest so.
+#[tokio::test]
+async fn a_guest_that_panicked_while_no_agent_was_there_is_found_so() {
+    for (status, panicked) in [("running", false), ("guest-panicked", true)] {
+        let mut host = Host::new();
+        let vm = host.vm(preserved);
+        let asked = host.answer_as_qemu_whose_guest(vm, status);
+        let agent = host.agent().await;
+        let power = if panicked { Power::Paused } else { Power::Running };
+        let found = wait(&agent, vm, |state| state.power == power).await;
+        let told = found.notices.iter().find(|it| it.code == NoticeCode::GuestPanicked);
+        assert_eq!((told.is_some(), found.panics.len()), (panicked, usize::from(panicked)));
+        let asked = asked.lock().unwrap().clone();
+        let goes_on = asked.iter().any(|it| it["execute"] == "cont" || it["execute"] == "quit");
+        assert!(!goes_on, "{status}: {asked:?}");
+        assert!(host.lives(0));
+        // The next agent knows of it.
+        let noted = std::fs::read_to_string(host.of(vm).join("run.json")).unwrap();
+        let noted: Value = serde_json::from_str(&noted).unwrap();
+        assert_eq!(noted["panic"]["kept"].as_bool(), panicked.then_some(true), "{noted}");
+    }
 }
 
 /// A guest that an operator has paused stays so; a disk that was on record and never came to be is forgotten.
@@ -252,7 +301,7 @@ async fn a_record_of_this_version_is_adopted() {
     assert_eq!((found.power, found.nics.len()), (Power::Paused, 3));
     // QEMU says that its guest runs.
     let asked = asked.lock().unwrap().clone();
-    assert!(asked.iter().any(|command| command == "stop"), "{asked:?}");
+    assert!(asked.iter().any(|command| command["execute"] == "stop"), "{asked:?}");
     // Two disks, the firmware's variables and the TPM's; the third was plugged in.
     assert_eq!(found.started_with.unwrap().disks.len(), 4);
     // Nothing is on record as its TPM.

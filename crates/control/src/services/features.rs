@@ -39,3 +39,6 @@ pub(super) fn require_unless_away(
         other => other,
     }
 }
+
+#[cfg(test)]
+mod tests;
