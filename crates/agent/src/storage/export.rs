@@ -155,7 +155,7 @@ async fn attempt(
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
     if request.disk.role == DiskRole::Tpm {
-        return write_tpm(request, builder).await;
+        return write_tpm(request, builder, cancelled).await;
     }
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
@@ -171,18 +171,29 @@ async fn attempt(
             explained_if_full(&export, message)
         }) => drop(written?),
         Ok(()) = cancelled => {
-            return Err(Problem::new(ErrorCode::Cancelled, "the export was cancelled"));
+            return Err(given_up());
         }
     }
     let flushed = move || target.sync_all().and_then(|()| Exported::written(&record));
     spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
 }
 
-/// Writes what the VM's TPM keeps. It is short, and is not cancelled.
-async fn write_tpm(request: ExportRequest, builder: &DiskBuilder) -> Result<(), Problem> {
+fn given_up() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the export was cancelled")
+}
+
+/// Writes what the VM's TPM keeps. It is short, and is not broken off; but who has cancelled it finds no file when it ends.
+async fn write_tpm(
+    request: ExportRequest,
+    builder: &DiskBuilder,
+    mut cancelled: oneshot::Receiver<()>,
+) -> Result<(), Problem> {
     let ExportRequest { spec, disk, facts, kek, export, record, swtpm, .. } = request;
     let at_rest = TpmAtRest { spec, disk, facts, kek };
     let (kept, _side) = at_rest.take(&swtpm, builder).await?;
+    if cancelled.try_recv().is_ok() {
+        return Err(given_up());
+    }
     let allowed = builder.transfer.clone();
     let write = move || {
         let mut target = make(&export, tpm_export::length(&kept), &record, &allowed)?;
@@ -191,7 +202,9 @@ async fn write_tpm(request: ExportRequest, builder: &DiskBuilder) -> Result<(), 
             .map_err(|error| failed(&export.job.to, "written", &error))?;
         Exported::written(&record).map_err(internal)
     };
-    spawn_blocking(write).await.map_err(internal)?
+    spawn_blocking(write).await.map_err(internal)??;
+    // Nobody would give the file its name, or remove it.
+    if cancelled.try_recv().is_ok() { Err(given_up()) } else { Ok(()) }
 }
 
 fn explained_if_full(export: &Export, message: String) -> Problem {
