@@ -406,7 +406,7 @@ fn say_exports(vm: &Vm, files: &libvirt::Files) {
     files.exports(vm).into_iter().for_each(|command| say(format!("  {command}")));
     if vm.hardware.tpm {
         say(
-            "The directory and the file of the TPM must be those of the user that libvirt runs swtpm as (swtpm_user in /etc/libvirt/qemu.conf).",
+            "What the TPM keeps is a secret: leave no copy of its file. The file, and the directory that it is in, must belong to the user that libvirt runs swtpm as (swtpm_user in /etc/libvirt/qemu.conf).",
         );
     }
 }

@@ -61,7 +61,7 @@ impl Files {
         self.nvram.join(format!("{}_VARS.fd", vm.name))
     }
 
-    /// The commands that write them.
+    /// The commands that write them, for a shell.
     pub fn exports(&self, vm: &Vm) -> Vec<String> {
         let export = |disk: &Disk| {
             let (format, to) = match disk.role {
@@ -69,11 +69,18 @@ impl Files {
                 DiskRole::UefiVariables => ("raw", self.variables(vm)),
                 DiskRole::Tpm => ("raw", file_of(&vm.id.to_string())),
             };
-            let (vm, disk, to) = (&vm.name, &disk.name, to.display());
+            let (vm, disk, to) = (&vm.name, &disk.name, as_word(&to));
             format!("vmseal disk export {vm} {disk} --format {format} --plaintext --to {to}")
         };
         vm.disks.iter().map(export).collect()
     }
+}
+
+/// A path as one word of a command for a shell.
+fn as_word(path: &Path) -> String {
+    let path = path.display().to_string();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/-_.,:+@%=".contains(c);
+    if path.chars().all(is_plain) { path } else { format!("'{}'", path.replace('\'', r"'\''")) }
 }
 
 /// Where the disks of a domain are.
@@ -221,7 +228,7 @@ fn devices(vm: &Vm, place: Place<'_>) -> Vec<String> {
     lines
 }
 
-/// The begin of a disk: where it is, and what the guest sees it as.
+/// The beginning of a disk: where it is, and what the guest sees it as.
 fn image(vm: &Vm, (index, disk): (usize, &Disk), place: Place<'_>) -> [String; 4] {
     let (kind, format, source) = match place {
         Place::Sockets(run_dir) => {
@@ -536,17 +543,17 @@ mod tests {
         assert_eq!(read.tpm_state, Some(TpmState::File(of_tpm.into())));
 
         let exports = Files::within(Some(directory)).exports(&vm);
-        let told = |disk: &str, format: &str, to: &Path| {
-            let to = to.display();
+        let told = |disk: &str, format: &str, to: &str| {
             format!("vmseal disk export sealed {disk} --format {format} --plaintext --to {to}")
         };
+        let quoted = |name: &str| format!(r"'/srv/<o> & '\''ut'\''/{name}'");
         assert_eq!(
             exports,
             [
-                told("disk0", "qcow2", &at("sealed-disk0.qcow2")),
-                told("disk1", "raw", &at("sealed_VARS.fd")),
-                told("disk2", "raw", Path::new(of_tpm)),
-                told("disk3", "qcow2", &at("sealed-disk3.qcow2")),
+                told("disk0", "qcow2", &quoted("sealed-disk0.qcow2")),
+                told("disk1", "raw", &quoted("sealed_VARS.fd")),
+                told("disk2", "raw", of_tpm),
+                told("disk3", "qcow2", &quoted("sealed-disk3.qcow2")),
             ]
         );
         let usual = of_files(&vm, None);
