@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -410,6 +411,7 @@ fn what_a_tpm_keeps_leaves_with_its_vm_and_comes_back() {
     let events = here.json(&["events"]).unwrap().to_string();
     assert!(events.contains(told) && events.contains("IN THE CLEAR"), "{events}");
     assert!(is_readable(&out), "it is not in the clear");
+    assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);
     assert!(!is_readable(&state(&here, "web")), "it is in the clear on the datastore");
     assert!(here.refused(&raw).unwrap().contains("is there already"));
     // The VM has it still.

@@ -308,10 +308,13 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
     }
 }
 
-/// What a TPM keeps is written as swtpm's file, which is raw and in the clear, and is kept by no snapshot of disks.
+/// What a TPM keeps now is written as swtpm's file, which is raw and in the clear; no snapshot has such a file.
 fn check_of_tpm(disk: &Disk, request: &ExportDisk) -> Result<(), Problem> {
     let (field, what) = match (&request.snapshot, request.format) {
-        (Some(_), _) => ("snapshot", "no snapshot keeps what the VM's TPM keeps as a file"),
+        (Some(_), _) => (
+            "snapshot",
+            "no snapshot has what the VM's TPM kept as a file: export what it keeps now",
+        ),
         (None, ExportFormat::Raw) => return Ok(()),
         (None, _) => {
             ("format", "in its place, what the VM's TPM keeps is exported, and that as raw alone")
