@@ -259,6 +259,35 @@ fn variables_of_a_libvirt_domain_come_with_it() {
     assert!(contains(&file, name), "the search does not find what is there");
 }
 
+/// A VM leaves as a libvirt domain that names the file of its variables, and comes back with them.
+#[test]
+fn variables_leave_with_their_vm_and_come_back() {
+    let here = Installation::new().unwrap();
+    create(&here, "web", "encrypted", &["--firmware", "uefi"]);
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    set_variable(&mut firmware_shell::open(&here, "web"), NAME, "112233");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    let (out, xml) = (here.path("out"), here.path("web.xml"));
+    std::fs::create_dir(&out).unwrap();
+    let shown = ["vm", "show", "web", "--libvirt", "--images", text(&out).unwrap()];
+    let shown = here.try_vmseal(&shown).unwrap();
+    let said = String::from_utf8_lossy(&shown.stderr).into_owned();
+    let exports: Vec<_> =
+        said.lines().filter_map(|line| line.trim().strip_prefix("vmseal ")).collect();
+    assert_eq!(exports.len(), 2, "{said}");
+    for export in exports {
+        here.vmseal(&export.split_whitespace().collect::<Vec<_>>()).unwrap();
+    }
+    std::fs::write(&xml, &shown.stdout).unwrap();
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+    let import = ["vm", "import", "--libvirt", text(&xml).unwrap(), "--policy", "encrypted"];
+    here.vmseal(&[&import[..], &["--datastore", "local"]].concat()).unwrap();
+    assert_eq!(here.vm("web").unwrap()["hardware"]["firmware"], "uefi");
+    here.vmseal(&["vm", "start", "web"]).unwrap();
+    has_variable(&mut firmware_shell::open(&here, "web"), NAME, "11 22 33");
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
+
 /// Variables are a disk in layers, too: these follow while the firmware has them, and each snapshot brings its own back.
 #[test]
 fn variables_follow_with_their_snapshots() {

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -45,6 +46,13 @@ fn is_readable(directory: &Path) -> bool {
 /// Has a TPM that does not encrypt keep the marker, in this directory.
 fn keep_in_the_clear(directory: &Path) {
     std::fs::create_dir(directory).unwrap();
+    for answer in ask_in_the_clear(directory, &[define(), write()]) {
+        assert!(answer.starts_with(DONE), "{answer}");
+    }
+}
+
+/// What a TPM that does not encrypt answers to commands, in hexadecimal. What it keeps is in this directory.
+fn ask_in_the_clear(directory: &Path, commands: &[Vec<u8>]) -> Vec<String> {
     let socket = directory.with_extension("sock");
     let mut swtpm = Command::new("swtpm");
     swtpm.args(["socket", "--tpm2", "--flags", "not-need-init,startup-clear", "--terminate"]);
@@ -52,14 +60,16 @@ fn keep_in_the_clear(directory: &Path) {
     swtpm.args(["--server", &format!("type=unixio,path={}", socket.display())]);
     let mut swtpm = swtpm.stdin(Stdio::null()).spawn().unwrap();
     let mut stream = eventually("swtpm listens", || UnixStream::connect(&socket).ok()).unwrap();
-    for command in [define(), write()] {
-        stream.write_all(&command).unwrap();
+    let mut answers = Vec::new();
+    for command in commands {
+        stream.write_all(command).unwrap();
         let mut answer = [0; 4096];
         let length = stream.read(&mut answer).unwrap();
-        assert!(hex(&answer[..length]).starts_with(DONE), "{}", hex(&answer[..length]));
+        answers.push(hex(&answer[..length]));
     }
     drop(stream);
     swtpm.wait().unwrap();
+    answers
 }
 
 #[test]
@@ -251,7 +261,7 @@ fn a_tpm_is_refused_without_encryption_program_or_what_it_keeps() {
     let target = here.path("tpm.img");
     let export = ["disk", "export", "web", "tpm", "--format", "sealed", "--to"];
     let told = here.refused(&[&export[..], &[text(&target).unwrap()]].concat()).unwrap();
-    assert!(told.contains("nothing on its disk 'tpm'"), "{told}");
+    assert!(told.contains("as raw alone"), "{told}");
     let (kept, others) = (state(&here, "web"), state(&here, "other"));
     let aside = here.path("aside");
     std::fs::rename(&kept, &aside).unwrap();
@@ -365,6 +375,73 @@ fn what_the_tpm_of_a_libvirt_domain_keeps_comes_with_it() {
     here.vmseal(&[&import[..], &["--tpm", "--nic", "user"]].concat()).unwrap();
     keeps(&mut start(&here, "web"));
     here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+}
+
+/// What a VM's TPM keeps goes out as the file that libvirt's swtpm has, in the clear and on record, and comes in again with its VM.
+#[test]
+fn what_a_tpm_keeps_leaves_with_its_vm_and_comes_back() {
+    let here = Installation::new().unwrap();
+    create(&here, "web", &[]);
+    let (out, xml) = (here.path("out"), here.path("web.xml"));
+    std::fs::create_dir(&out).unwrap();
+    let file = out.join("tpm2-00.permall");
+    let export = ["disk", "export", "web", "tpm", "--to", text(&file).unwrap(), "--format"];
+    let raw = [&export[..], &["raw", "--plaintext"]].concat();
+    let mut guest = start(&here, "web");
+    for command in [define(), write()] {
+        assert_eq!(ask(&mut guest, &command, DONE.len()), DONE);
+    }
+    drop(guest);
+    assert!(here.refused(&raw).unwrap().contains("stop it first"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+    for (how, said) in [
+        (&["qcow2", "--plaintext"][..], "as raw alone"),
+        (&["sealed"], "as raw alone"),
+        (&["raw"], "--plaintext"),
+    ] {
+        let told = here.refused(&[&export[..], how].concat()).unwrap();
+        assert!(told.contains(said), "{how:?}: {told}");
+    }
+    here.vmseal(&[&raw[..], &["--dry-run"]].concat()).unwrap();
+    assert_eq!(std::fs::read_dir(&out).unwrap().count(), 0);
+
+    here.vmseal(&raw).unwrap();
+    assert!(here.guest_processes("swtpm").is_empty(), "a TPM is left that no guest uses");
+    let told = "what the TPM keeps, of disk 'tpm' to";
+    let events = here.json(&["events"]).unwrap().to_string();
+    assert!(events.contains(told) && events.contains("IN THE CLEAR"), "{events}");
+    assert!(is_readable(&out), "it is not in the clear");
+    assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);
+    assert!(!is_readable(&state(&here, "web")), "it is in the clear on the datastore");
+    assert!(here.refused(&raw).unwrap().contains("is there already"));
+    // The VM has it still.
+    keeps(&mut start(&here, "web"));
+    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+
+    let shown = ["vm", "show", "web", "--libvirt", "--images", text(&out).unwrap()];
+    let shown = here.try_vmseal(&shown).unwrap();
+    let said = String::from_utf8_lossy(&shown.stderr).into_owned();
+    let said = said.lines().find_map(|it| it.trim().strip_prefix("vmseal disk export web disk0 "));
+    let of_disk: Vec<_> = said.unwrap().split_whitespace().collect();
+    here.vmseal(&[&["disk", "export", "web", "disk0"][..], &of_disk[..]].concat()).unwrap();
+    std::fs::write(&xml, &shown.stdout).unwrap();
+    here.vmseal(&["vm", "delete", "web"]).unwrap();
+
+    // A swtpm without a key, as libvirt's, loads it and goes on with it.
+    let swtpm = here.path("swtpm");
+    std::fs::create_dir(&swtpm).unwrap();
+    let kept = swtpm.join("tpm2-00.permall");
+    std::fs::copy(&file, &kept).unwrap();
+    let answers = ask_in_the_clear(&swtpm, &[read()]);
+    assert!(answers[0].contains(&format!("0010{}", hex(MARKER))), "{answers:?}");
+    for state in [&file, &kept] {
+        let import = ["vm", "import", "--libvirt", text(&xml).unwrap(), "--policy", "encrypted"];
+        let more = ["--datastore", "local", "--tpm-state", text(state).unwrap()];
+        here.vmseal(&[&import[..], &more].concat()).unwrap();
+        keeps(&mut start(&here, "web"));
+        here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+        here.vmseal(&["vm", "delete", "web"]).unwrap();
+    }
 }
 
 /// The directories of TPMs on the datastore.

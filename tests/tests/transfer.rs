@@ -486,7 +486,9 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
     assert_eq!((names[0], names[1], &shown["vcpus"]), (&"vdb".into(), &"vda".into(), &2.into()));
-    assert!(here.refused(&["vm", "show", "web", "--libvirt"]).unwrap().contains("does not run"));
+    let off = here.vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
+    let file = "<source file='/var/lib/libvirt/images/web-vdb.qcow2'/>";
+    assert!(off.contains(file) && !off.contains(".sock"), "{off}");
     assert_eq!(
         here.boot_counter("web").unwrap(),
         1,

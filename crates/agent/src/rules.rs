@@ -335,7 +335,7 @@ fn needs_to_be_made(spec: &VmSpec, disk: &DiskSpec, made: bool) -> Result<(), Pr
     Err(wrong_state(spec, &format!("has not made its disk '{}' yet", disk.name)))
 }
 
-/// Whether a disk holds anything that could be exported or exposed.
+/// Whether a disk holds anything that could be exposed, copied or kept by a snapshot.
 ///
 /// # Errors
 /// `wrong-state` for that of a TPM.

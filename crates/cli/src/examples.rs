@@ -248,6 +248,16 @@ pub const EXAMPLES: &[(&str, &str, &str)] = &[
         "vmseal disk export web1 disk0 --format qcow2 --plaintext --to /srv/out/web1.qcow2",
     ),
     (
+        "vmseal-disk-export",
+        "What its TPM keeps, not encrypted, for libvirt:",
+        "vmseal disk export web1 tpm --format raw --plaintext --to /srv/out/tpm2-00.permall",
+    ),
+    (
+        "vmseal-vm-show",
+        "A libvirt domain of its exported disks:",
+        "vmseal vm show web1 --libvirt --images /srv/out > web1.xml",
+    ),
+    (
         "vmseal-disk-expose",
         "A backup, from another terminal while this one runs:",
         "vmseal disk expose web1 disk0 --socket /run/web1.sock",

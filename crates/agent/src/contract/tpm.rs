@@ -1,11 +1,12 @@
-//! The disk of a TPM: made with what the TPM keeps, and copied with that; nothing else is done with it but to start the VM.
+//! The disk of a TPM: made with what the TPM keeps, and copied and exported with that; nothing else is done with it but to start the
+//! VM.
 
 use vmseal_api::hardware::{Hardware, TPM_DISK, TPM_DISK_SIZE};
 use vmseal_api::host::{
     Device, DiskFacts, DiskRole, DiskSpec, ExportJob, Exposing, HostAgent, ImageSource, JobSpec,
-    NewDisk, VmSpec,
+    JobState, NewDisk, VmSpec,
 };
-use vmseal_api::id::{DiskId, TaskId};
+use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::problem::ErrorCode;
 use vmseal_api::transfer::{ExportFormat, ImageFormat};
 
@@ -77,15 +78,30 @@ pub async fn disks(agent: &dyn HostAgent, session: &Session) {
     done(agent.register_vm(spec).await, "registering it where it is");
     let hold = agent.expose_disk(vm, disk.disk, Exposing::Hold { writable: false }).await;
     refused(hold.map(drop), ErrorCode::WrongState, "exposing it");
-    let export = JobSpec::Export(ExportJob {
-        disk: disk.disk,
-        to: session.fixture.image.with_file_name("tpm.img"),
-        format: ExportFormat::Sealed,
-        passphrase: None,
-        snapshot: None,
-    });
-    let export = agent.put_job(vm, TaskId::new(), export).await;
-    refused(export, ErrorCode::WrongState, "exporting it");
+    exported(agent, session, &disk).await;
     done(agent.delete_disk(vm, disk.disk).await, "removing it");
     done(agent.register_vm(session.spec.clone()).await, "registering without it");
+}
+
+/// In its place, what the TPM keeps is written to a file, raw alone.
+async fn exported(agent: &dyn HostAgent, session: &Session, disk: &DiskSpec) {
+    let (vm, to) = (session.vm(), session.fixture.image.with_file_name("tpm.img"));
+    let export = |format, snapshot| {
+        let (disk, to) = (disk.disk, to.clone());
+        JobSpec::Export(ExportJob { disk, to, format, passphrase: None, snapshot })
+    };
+    for format in [ExportFormat::Qcow2, ExportFormat::Sealed] {
+        let other = agent.put_job(vm, TaskId::new(), export(format, None)).await;
+        refused(other, ErrorCode::InvalidRequest, "exporting it otherwise than raw");
+    }
+    let kept = export(ExportFormat::Raw, Some(SnapshotId::new()));
+    let kept = agent.put_job(vm, TaskId::new(), kept).await;
+    refused(kept, ErrorCode::WrongState, "exporting what a snapshot keeps of it");
+    let (task, job) = (TaskId::new(), export(ExportFormat::Raw, None));
+    done(agent.examine_job(vm, job.clone()).await, "examining its export");
+    for what in ["exporting it", "exporting it again"] {
+        done(agent.put_job(vm, task, job.clone()).await, what);
+        assert_eq!(session.worked(agent, task).await, JobState::ReadyToCommit);
+    }
+    done(agent.cancel_job(vm, task, job).await, "cancelling the export");
 }

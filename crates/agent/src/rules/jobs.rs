@@ -2,8 +2,8 @@
 
 use vmseal_api::host::{
     DiskRole, DiskSpec, DiskToCreate, DiskToMirror, DropSnapshotJob, DropSourcesJob, DumpJob,
-    JobSpec, KeyState, MigrationSession, MirrorJob, Power, RestoreBackupJob, RevertJob, SendJob,
-    SnapshotJob, VmSpec,
+    ExportJob, JobSpec, KeyState, MigrationSession, MirrorJob, Power, RestoreBackupJob, RevertJob,
+    SendJob, SnapshotJob, VmSpec,
 };
 use vmseal_api::id::DiskId;
 use vmseal_api::pace::CopyPace;
@@ -41,7 +41,7 @@ pub fn check_job(
         }
         JobSpec::Export(export) => {
             let disk = find_disk(spec, export.disk)?;
-            holds_data(spec, disk)?;
+            check_exported(spec, disk, export)?;
             check_export(export)?;
             needs_to_be_made(spec, disk, made(disk))?;
             let sealed = export.format == ExportFormat::Sealed;
@@ -151,6 +151,24 @@ pub fn check_job(
             })
         }
     }
+}
+
+/// Whether there is something to export of a disk. In place of that of a TPM, what the TPM keeps now is: as swtpm's file, which is raw.
+fn check_exported(spec: &VmSpec, disk: &DiskSpec, export: &ExportJob) -> Result<(), Problem> {
+    if disk.role != DiskRole::Tpm {
+        return Ok(());
+    }
+    if export.snapshot.is_some() {
+        return holds_data(spec, disk);
+    }
+    if export.format == ExportFormat::Raw {
+        return Ok(());
+    }
+    let what = format!(
+        "disk '{}' holds nothing: in its place, what the VM's TPM keeps is exported, and that as raw alone",
+        disk.name
+    );
+    Err(Problem::invalid("format", what))
 }
 
 /// What a VM needs that is sent to another host.

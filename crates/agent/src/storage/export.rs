@@ -3,6 +3,8 @@
 //! ```text
 //! .NAME.vmseal-ID (new, 0600) ─► [LUKS2 header] ─► written by a filter ─► flushed    | commit: NAME
 //! ```
+//! That of a VM's TPM holds nothing: what the TPM keeps is written in its place, by no filter ([`crate::storage::tpm_export`]).
+//!
 //! Until it is complete the file has another name, derived from the export's id, so that a repeated or
 //! cancelled export finds what an earlier attempt has left.
 
@@ -14,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_blocking;
-use vmseal_api::host::{DiskFacts, DiskSpec, ExportJob, VmSpec};
+use vmseal_api::host::{DiskFacts, DiskRole, DiskSpec, ExportJob, VmSpec};
 use vmseal_api::id::TaskId;
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
@@ -22,6 +24,7 @@ use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use crate::filter::{self, Volume};
+use crate::hypervisor::tpm::Swtpm;
 use crate::rules;
 use crate::storage::builder::{self, DiskBuilder, internal};
 use crate::storage::exported::Exported;
@@ -31,6 +34,8 @@ use crate::storage::mark::usage;
 use crate::storage::new_name;
 use crate::storage::open;
 use crate::storage::opening::{self, Open};
+use crate::storage::tpm_at_rest::TpmAtRest;
+use crate::storage::tpm_export;
 use crate::storage::transfer::{Parent, TransferDirectories, TransferError};
 use vmseal_api::atomic_file;
 
@@ -59,6 +64,8 @@ pub struct ExportRequest {
     pub passphrase: Option<SecretBytes>,
     /// The path of its record.
     pub record: PathBuf,
+    /// The program that opens what a TPM keeps.
+    pub swtpm: Swtpm,
 }
 
 /// The name of the unfinished file.
@@ -147,6 +154,9 @@ async fn attempt(
     progress: impl Fn(u64, u64) + Send,
     cancelled: oneshot::Receiver<()>,
 ) -> Result<(), Problem> {
+    if request.disk.role == DiskRole::Tpm {
+        return write_tpm(request, builder, cancelled).await;
+    }
     let slot = builder.users.take().ok_or_else(builder::too_many)?;
     let directory = &builder.directory;
     // A filter of an earlier attempt is ended, which releases the disk.
@@ -161,11 +171,40 @@ async fn attempt(
             explained_if_full(&export, message)
         }) => drop(written?),
         Ok(()) = cancelled => {
-            return Err(Problem::new(ErrorCode::Cancelled, "the export was cancelled"));
+            return Err(given_up());
         }
     }
     let flushed = move || target.sync_all().and_then(|()| Exported::written(&record));
     spawn_blocking(flushed).await.map_err(internal)?.map_err(internal)
+}
+
+fn given_up() -> Problem {
+    Problem::new(ErrorCode::Cancelled, "the export was cancelled")
+}
+
+/// Writes what the VM's TPM keeps. It is short, and is not broken off; but who has cancelled it finds no file when it ends.
+async fn write_tpm(
+    request: ExportRequest,
+    builder: &DiskBuilder,
+    mut cancelled: oneshot::Receiver<()>,
+) -> Result<(), Problem> {
+    let ExportRequest { spec, disk, facts, kek, export, record, swtpm, .. } = request;
+    let at_rest = TpmAtRest { spec, disk, facts, kek };
+    let (kept, _side) = at_rest.take(&swtpm, builder).await?;
+    if cancelled.try_recv().is_ok() {
+        return Err(given_up());
+    }
+    let allowed = builder.transfer.clone();
+    let write = move || {
+        let mut target = make(&export, tpm_export::length(&kept), &record, &allowed)?;
+        tpm_export::write(&kept, &mut target)
+            .and_then(|()| target.sync_all())
+            .map_err(|error| failed(&export.job.to, "written", &error))?;
+        Exported::written(&record).map_err(internal)
+    };
+    spawn_blocking(write).await.map_err(internal)??;
+    // Nobody would give the file its name, or remove it.
+    if cancelled.try_recv().is_ok() { Err(given_up()) } else { Ok(()) }
 }
 
 fn explained_if_full(export: &Export, message: String) -> Problem {
@@ -188,7 +227,7 @@ fn begin(
     request: ExportRequest,
     allowed: &TransferDirectories,
 ) -> Result<(File, filter::Disk), Problem> {
-    let ExportRequest { spec, disk, facts, kek, export, passphrase, record } = request;
+    let ExportRequest { spec, disk, facts, kek, export, passphrase, record, .. } = request;
     let sealed = export.job.format == ExportFormat::Sealed;
     let opened = match (export.job.snapshot, sealed) {
         (None, true) => open::open_sealed(&spec, &disk, &facts),

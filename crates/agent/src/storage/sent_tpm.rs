@@ -20,15 +20,14 @@ use vmseal_seal::file::{self, FileError, Identity, Kind};
 use vmseal_secret::SecretBytes;
 
 use crate::hypervisor::tpm::{Permanent, Swtpm};
-use crate::process::users::Slot;
 use crate::storage::arriving::ArrivingDisk;
 use crate::storage::builder::{DiskBuilder, internal, too_many};
 use crate::storage::home::Home;
-use crate::storage::locked::Access;
 use crate::storage::memory_transit::{self, MemoryTransit};
+use crate::storage::tpm_at_rest::TpmAtRest;
 use crate::storage::tpm_disk::key_of;
 use crate::storage::tpm_handover::Side;
-use crate::storage::{mirror, opening, tpm_place, tpm_state};
+use crate::storage::tpm_state;
 
 /// What a TPM keeps is not counted: it is sent as it is.
 const GENERATION: u64 = 0;
@@ -59,33 +58,13 @@ impl SendTpm {
         builder: &DiskBuilder,
         to: impl Write + Send + 'static,
     ) -> Result<(), Problem> {
-        let slot = Arc::new(builder.users.take().ok_or_else(too_many)?);
-        builder.directory.renew().await.map_err(internal)?;
         let Self { spec, disk, facts, kek, transit, swtpm } = self;
         let of = (spec.vm, disk.disk);
-        let open = move || open(&spec, &disk, &facts, kek.as_ref(), slot);
-        let side = Arc::new(spawn_blocking(open).await.map_err(internal)??);
-        let kept = side.take(&swtpm, &builder.directory).await?;
-        builder.directory.sweep().await.map_err(internal)?;
+        let at_rest = TpmAtRest { spec, disk, facts, kek };
+        // The lock is held until it is sent.
+        let (kept, _side) = at_rest.take(&swtpm, builder).await?;
         spawn_blocking(move || seal(of, &transit, &kept, to)).await.map_err(internal)?
     }
-}
-
-/// Opens what a TPM keeps that nobody uses. Blocks.
-fn open(
-    spec: &VmSpec,
-    disk: &DiskSpec,
-    facts: &DiskFacts,
-    kek: Option<&SecretBytes>,
-    slot: Arc<Slot>,
-) -> Result<Side, Problem> {
-    let (disk, facts) = mirror::as_it_is(spec, disk, facts, Access::Write)?;
-    let unlocked = opening::open_for_key(spec, &disk, &facts, kek)?;
-    tpm_place::settle(spec, &disk)?;
-    let path = Home::of(&disk.datastore, spec.vm)?.tpm_state(disk.disk);
-    let directory = tpm_state::open(&path, slot.tpm())?;
-    let key = key_of(&unlocked.dek, disk.disk)?;
-    Ok(Side { directory, lock: unlocked.file, key, slot })
 }
 
 /// Seals what a TPM keeps that has this disk. Blocks.

@@ -42,11 +42,11 @@ const INSTEAD: &str = "or begin with an empty TPM (without --tpm-state, and with
 const LOCK: &str = ".lock";
 
 /// The version of frames, and their header's length, in bytes.
-const VERSION: u8 = 2;
-const HEADER: usize = 10;
+pub(super) const VERSION: u8 = 2;
+pub(super) const HEADER: usize = 10;
 
 /// The length of a tag with its length, in bytes.
-const TAG: usize = 6;
+pub(super) const TAG: usize = 6;
 
 /// The flags of what is on its way from one swtpm to another, and those of what is encrypted, in a file or on its way.
 const MOVES: u16 = 4;
@@ -70,6 +70,12 @@ pub struct TakenTpm {
 }
 
 impl TakenTpm {
+    /// What it is to keep.
+    #[cfg(test)]
+    pub(super) fn permanent(&self) -> &Permanent {
+        &self.permanent
+    }
+
     /// Has swtpm store it under this key, in a directory that is empty. Blocks.
     ///
     /// # Errors
@@ -164,7 +170,7 @@ fn frame(begin: &[u8], length: u64) -> Result<Option<io::Cursor<Vec<u8>>>, Strin
 }
 
 /// What a file begins as.
-enum Beginning {
+pub(super) enum Beginning {
     Kept,
     Moved,
     Encrypted,
@@ -172,7 +178,7 @@ enum Beginning {
 
 impl Beginning {
     /// None where it is nothing that swtpm writes of a TPM 2.0.
-    fn of(begin: &[u8], length: u64) -> Option<Self> {
+    pub(super) fn of(begin: &[u8], length: u64) -> Option<Self> {
         let is_frame = *begin.first()? == VERSION
             && *begin.get(1)? <= VERSION
             && usize::from(u16_at(begin, 2)?) == HEADER
@@ -222,7 +228,7 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 

@@ -123,7 +123,8 @@ pub struct CopyOf {
 }
 
 /// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file. The file is written and flushed under another name, and
-/// renamed when the job is committed, so that the caller knows for certain whether it is complete.
+/// renamed when the job is committed, so that the caller knows for certain whether it is complete. In place of the disk of a TPM, which
+/// holds nothing, what the TPM keeps is written as swtpm's file, in the clear: as `raw` alone, and of no snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExportJob {

@@ -111,7 +111,8 @@ impl AddDisk {
     }
 }
 
-/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
+/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host. In place of the disk of a TPM, which
+/// holds nothing, what the TPM keeps is written as swtpm's file `tpm2-00.permall`, and that as `raw` alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]

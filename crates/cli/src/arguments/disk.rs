@@ -77,6 +77,10 @@ pub enum Disk {
         wait: Wait,
     },
     /// Export a disk of a VM that is off, or a snapshot of one that runs, to a file on its host
+    ///
+    /// The disk `uefi-variables` is exported as any other; a raw file is what `vm import --nvram` and libvirt take. The disk `tpm`
+    /// holds nothing: in its place, what the TPM keeps is exported, as raw alone, which is what `vm import --tpm-state` and
+    /// libvirt's swtpm take (tpm2-00.permall).
     Export {
         /// The VM's name or id
         vm: String,

@@ -707,9 +707,19 @@ fn delay(text: &str) -> Result<Duration, String> {
 pub struct ShowVm {
     #[command(flatten)]
     pub of: Show,
-    /// Print it as a libvirt domain (XML); it must be running
+    /// Print it as a libvirt domain (XML). The disks of a VM that runs are the sockets of its filter; those of any other
+    /// are files, and standard error says which commands export them
     #[arg(long, conflicts_with = "watch")]
     pub libvirt: bool,
+    /// The directory that the domain's files will be in, an absolute path; also for a VM that runs [default: those of libvirt]
+    #[arg(long, value_name = "DIR", requires = "libvirt", value_parser = absolute)]
+    pub images: Option<PathBuf>,
+}
+
+/// A domain has no directory that its paths begin at.
+fn absolute(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    if path.is_absolute() { Ok(path) } else { Err("give an absolute path".to_owned()) }
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {

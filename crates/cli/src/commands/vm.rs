@@ -1,10 +1,11 @@
 //! Virtual machines.
 
+use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
 use vmseal_api::client::ServerClient;
-use vmseal_api::host::{DiskRole, Power};
+use vmseal_api::host::{AcceleratorKind, DiskRole, Power};
 use vmseal_api::model::{Host, Vm};
 use vmseal_api::request::{
     CloneVm, CreateVm, DecryptVm, EncryptVm, EvacuateVm, MigrateVm, MoveVm, RebootVm, RecryptVm,
@@ -64,7 +65,8 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             wake(server, output, &each_once(server, vms).await?, &dry_run).await
         }
         arguments::Vm::Show(how) if how.libvirt => {
-            show_domain(server, &server.get(&format!("vms/{}", how.of.name)).await?).await
+            let vm: Vm = server.get(&format!("vms/{}", how.of.name)).await?;
+            show_domain(server, &vm, how.images.as_deref()).await
         }
         arguments::Vm::Top(options) => top::run(server, output, options).await,
         arguments::Vm::Show(how) if output == Output::Table && !how.of.watch => {
@@ -374,15 +376,17 @@ fn confirm_loss(vm: &str) -> anyhow::Result<()> {
     super::confirm::removal(&lost, "Remove it")
 }
 
-async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
-    let (name, host) = (&vm.name, &vm.host);
-    if vm.power != Some(Power::Running) {
-        let message = format!(
-            "VM '{name}' does not run, so there is no filter whose sockets a domain could name: start it first (vmseal vm start {name})"
-        );
-        return Err(Ended::new(Exit::Conflict, message).into());
+/// Prints a VM as a libvirt domain: one that runs with the sockets of its filter, unless its files are to be named.
+async fn show_domain(server: &ServerClient, vm: &Vm, images: Option<&Path>) -> anyhow::Result<()> {
+    let host: Host = server.get(&format!("hosts/{}", vm.host)).await?;
+    if images.is_some() || vm.power != Some(Power::Running) {
+        // A host that is away has not said what it has.
+        let accelerator =
+            host.description.map_or(AcceleratorKind::Kvm, |host| host.accelerator.kind);
+        let files = libvirt::Files::within(images);
+        say_exports(vm, &files);
+        return print::line(libvirt::domain_of_files(vm, accelerator, &files).trim_end());
     }
-    let host: Host = server.get(&format!("hosts/{host}")).await?;
     let silent = || {
         Ended::new(
             Exit::NoAnswer,
@@ -391,4 +395,18 @@ async fn show_domain(server: &ServerClient, vm: &Vm) -> anyhow::Result<()> {
     };
     let description = host.description.ok_or_else(silent)?;
     print::line(libvirt::domain(vm, &description).trim_end())
+}
+
+/// Says how the files of a domain are made.
+fn say_exports(vm: &Vm, files: &libvirt::Files) {
+    say(format!(
+        "The domain names files. These commands write them, in the clear, while VM '{}' is off; a path outside of the transfer directories of host '{}' is refused: name one there, and copy the file.",
+        vm.name, vm.host
+    ));
+    files.exports(vm).into_iter().for_each(|command| say(format!("  {command}")));
+    if vm.hardware.tpm {
+        say(
+            "What the TPM keeps is a secret: leave no copy of its file. The file, and the directory that it is in, must belong to the user that libvirt runs swtpm as (swtpm_user in /etc/libvirt/qemu.conf).",
+        );
+    }
 }

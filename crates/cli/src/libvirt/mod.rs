@@ -1,4 +1,4 @@
-//! libvirt domains: read for an import, and printed for a running VM.
+//! libvirt domains: read for an import, and printed of a VM.
 
 mod forwards;
 mod images;
@@ -15,4 +15,4 @@ pub use machine::Variables;
 pub use networks::Networks;
 pub use read::{Disk, Domain, networks_in, read};
 pub use tpm_state::TpmState;
-pub use write::domain;
+pub use write::{Files, domain, domain_of_files};

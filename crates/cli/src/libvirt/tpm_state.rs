@@ -41,8 +41,13 @@ pub fn tpm_state(domain: Node<'_, '_>, devices: Node<'_, '_>) -> Option<TpmState
     }
     let uuid = text_of(domain, "uuid").filter(|uuid| is_uuid(uuid));
     // libvirt names directories by UUIDs in small letters.
-    let of_domain = uuid.map(|uuid| Path::new(DIRECTORY).join(uuid.to_ascii_lowercase()));
-    Some(of_domain.map_or(TpmState::Unknown, |it| TpmState::File(it.join("tpm2").join(FILE))))
+    let of_domain = uuid.map(|uuid| file_of(&uuid.to_ascii_lowercase()));
+    Some(of_domain.map_or(TpmState::Unknown, TpmState::File))
+}
+
+/// Where libvirt has it of the domain with this UUID.
+pub fn file_of(uuid: &str) -> PathBuf {
+    Path::new(DIRECTORY).join(uuid).join("tpm2").join(FILE)
 }
 
 /// A domain may have it elsewhere than libvirt usually does.

@@ -1,6 +1,8 @@
-//! A VM that runs, as a libvirt domain: its disks are the sockets where QEMU and its running filter meet.
+//! A VM as a libvirt domain. The disks of one that runs are the sockets where QEMU and its running filter meet; those of one that
+//! moves to libvirt are files, which exports of its disks write.
 
 use std::fmt::Write;
+use std::path::{Path, PathBuf};
 
 use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::hardware::{Firmware, HUGE_PAGE, MemoryBacking};
@@ -9,6 +11,7 @@ use vmseal_api::model::{Disk, Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink, PortForward};
 
 use super::forwards;
+use super::tpm_state::file_of;
 
 /// The comment above the domain: what it can be used for.
 const NOTE: &str = "
@@ -19,14 +22,96 @@ const NOTE: &str = "
   keeps is encrypted, and opens with the VM's key alone.
 ";
 
+/// The comment above a domain whose disks are in files. XML allows no two dashes in it.
+const NOTE_OF_FILES: &str = "
+  A VM of vmseal, as a libvirt domain. Its disks and the variables of its firmware are in files that
+  `vmseal disk export` writes, in the clear, while the VM is off. What its TPM keeps is exported, too, to
+  where libvirt has it, before the domain starts for the first time. Start one of both alone, here or
+  there: they have the same network addresses, and the same TPM.
+";
+
+/// Where libvirt has images, unless one says otherwise.
+const IMAGES: &str = "/var/lib/libvirt/images";
+
+/// Where libvirt has the variables of UEFI, unless one says otherwise.
+const NVRAM: &str = "/var/lib/libvirt/qemu/nvram";
+
+/// The files of a VM that moves to libvirt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Files {
+    images: PathBuf,
+    nvram: PathBuf,
+}
+
+impl Files {
+    /// All in one directory; none is those where libvirt has them. What a TPM keeps is where libvirt has it in any case: earlier
+    /// versions look nowhere else.
+    pub fn within(directory: Option<&Path>) -> Self {
+        let of = |usual: &str| directory.map_or_else(|| usual.into(), Path::to_owned);
+        Self { images: of(IMAGES), nvram: of(NVRAM) }
+    }
+
+    /// That of a disk that the guest sees.
+    fn image(&self, vm: &Vm, disk: &Disk) -> PathBuf {
+        self.images.join(format!("{}-{}.qcow2", vm.name, disk.name))
+    }
+
+    /// That of the firmware's variables.
+    fn variables(&self, vm: &Vm) -> PathBuf {
+        self.nvram.join(format!("{}_VARS.fd", vm.name))
+    }
+
+    /// The commands that write them, for a shell.
+    pub fn exports(&self, vm: &Vm) -> Vec<String> {
+        let export = |disk: &Disk| {
+            let (format, to) = match disk.role {
+                DiskRole::Data | DiskRole::CloudInit => ("qcow2", self.image(vm, disk)),
+                DiskRole::UefiVariables => ("raw", self.variables(vm)),
+                DiskRole::Tpm => ("raw", file_of(&vm.id.to_string())),
+            };
+            let (vm, disk, to) = (&vm.name, &disk.name, as_word(&to));
+            format!("vmseal disk export {vm} {disk} --format {format} --plaintext --to {to}")
+        };
+        vm.disks.iter().map(export).collect()
+    }
+}
+
+/// A path as one word of a command for a shell.
+fn as_word(path: &Path) -> String {
+    let path = path.display().to_string();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/-_.,:+@%=".contains(c);
+    if path.chars().all(is_plain) { path } else { format!("'{}'", path.replace('\'', r"'\''")) }
+}
+
+/// Where the disks of a domain are.
+#[derive(Clone, Copy)]
+enum Place<'a> {
+    /// In the sockets of the VM's running filter, in this directory.
+    Sockets(&'a str),
+    Files(&'a Files),
+}
+
 /// The domain of a VM that runs on the described host.
 pub fn domain(vm: &Vm, host: &HostDescription) -> String {
-    let (kind, usual) = match host.accelerator.kind {
+    written(vm, host.accelerator.kind, Place::Sockets(&host.run_dir))
+}
+
+/// The domain of a VM whose disks are in files.
+pub fn domain_of_files(vm: &Vm, accelerator: AcceleratorKind, files: &Files) -> String {
+    written(vm, accelerator, Place::Files(files))
+}
+
+fn written(vm: &Vm, accelerator: AcceleratorKind, place: Place<'_>) -> String {
+    let (kind, usual) = match accelerator {
         AcceleratorKind::Kvm => ("kvm", "host"),
         // Emulation runs anywhere.
         AcceleratorKind::Tcg | AcceleratorKind::Unknown => ("qemu", "max"),
     };
-    let mut xml = format!("<!--{NOTE}-->\n");
+    let note = match place {
+        Place::Sockets(_) => NOTE,
+        Place::Files(_) => NOTE_OF_FILES,
+    };
+    let mut xml = format!("<!--{note}-->\n");
     let mut line = |text: String| {
         // Writing to a string cannot fail.
         let _ = writeln!(xml, "{text}");
@@ -38,59 +123,129 @@ pub fn domain(vm: &Vm, host: &HostDescription) -> String {
         line(format!("  <description>{}</description>", escaped(&vm.description)));
     }
     line(format!("  <memory unit='b'>{}</memory>", vm.memory));
-    line("  <memoryBacking>".to_owned());
-    if vm.hardware.memory_backing == MemoryBacking::Hugepages {
-        let (size, unit) = (HUGE_PAGE >> 10, "KiB");
-        line(format!("    <hugepages><page size='{size}' unit='{unit}'/></hugepages>"));
-    }
-    line("    <source type='memfd'/>".to_owned());
-    line("    <access mode='shared'/>".to_owned());
-    line("  </memoryBacking>".to_owned());
+    memory_backing(vm, place).into_iter().for_each(&mut line);
     line(format!("  <vcpu>{}</vcpu>", vm.vcpus));
-    match vm.hardware.firmware {
-        Firmware::Bios => line("  <os>".to_owned()),
-        Firmware::Uefi | Firmware::UefiSecureBoot => line("  <os firmware='efi'>".to_owned()),
-    }
-    line("    <type arch='x86_64' machine='q35'>hvm</type>".to_owned());
-    if vm.hardware.firmware == Firmware::UefiSecureBoot {
-        line("    <firmware><feature enabled='yes' name='secure-boot'/></firmware>".to_owned());
-    }
-    line("  </os>".to_owned());
-    line("  <features><acpi/></features>".to_owned());
+    system(vm, place).into_iter().for_each(&mut line);
     line(cpu(vm.hardware.cpu_model.as_deref().unwrap_or(usual)));
     line("  <clock offset='utc'/>".to_owned());
     line(format!("  <on_crash>{}</on_crash>", vm.hardware.on_crash.name()));
     line("  <devices>".to_owned());
-    let order = Order::of(vm);
-    for (index, disk) in seen(vm) {
-        let path = format!("{}/vms/{}/disk{index}.sock", host.run_dir, vm.id);
-        line("    <disk type='vhostuser' device='disk'>".to_owned());
-        line("      <driver name='qemu' type='raw'/>".to_owned());
-        line(format!("      <source type='unix' path='{}'/>", escaped(&path)));
-        line(format!("      <target dev='{}' bus='virtio'/>", target(index)));
-        match disk.role {
-            DiskRole::Data => {
-                order.of_device(BootDevice::Disk, index).into_iter().for_each(&mut line)
-            }
-            DiskRole::CloudInit | DiskRole::UefiVariables | DiskRole::Tpm => {
-                line("      <readonly/>".to_owned())
-            }
-        }
-        line("    </disk>".to_owned());
-    }
-    vm.hardware.cdrom.iter().flat_map(|it| drive(it, &order)).for_each(&mut line);
-    let cards = vm.nics.iter().enumerate();
-    cards.flat_map(|(index, nic)| interface(nic, index, &order)).for_each(&mut line);
-    if vm.hardware.tpm {
-        line("    <tpm model='tpm-crb'>".to_owned());
-        line("      <backend type='emulator' version='2.0'/>".to_owned());
-        line("    </tpm>".to_owned());
-    }
-    line("    <serial type='pty'/>".to_owned());
-    line("    <rng model='virtio'><backend model='builtin'/></rng>".to_owned());
+    devices(vm, place).into_iter().for_each(&mut line);
     line("  </devices>".to_owned());
     line("</domain>".to_owned());
     xml
+}
+
+/// What the memory is made of: filters map it.
+fn memory_backing(vm: &Vm, place: Place<'_>) -> Vec<String> {
+    let mut inside = Vec::new();
+    if vm.hardware.memory_backing == MemoryBacking::Hugepages {
+        let (size, unit) = (HUGE_PAGE >> 10, "KiB");
+        inside.push(format!("    <hugepages><page size='{size}' unit='{unit}'/></hugepages>"));
+    }
+    if let Place::Sockets(_) = place {
+        inside.push("    <source type='memfd'/>".to_owned());
+        inside.push("    <access mode='shared'/>".to_owned());
+    }
+    if inside.is_empty() {
+        return inside;
+    }
+    inside.insert(0, "  <memoryBacking>".to_owned());
+    inside.push("  </memoryBacking>".to_owned());
+    inside
+}
+
+/// The firmware, its variables, and what it needs of the machine. libvirt chooses the file of the firmware, as its names differ from
+/// system to system.
+fn system(vm: &Vm, place: Place<'_>) -> Vec<String> {
+    let firmware = vm.hardware.firmware;
+    let (begin, features): (&str, &[(&str, &str)]) = match firmware {
+        Firmware::Bios => ("  <os>", &[]),
+        // Otherwise libvirt may choose one with secure boot.
+        Firmware::Uefi => ("  <os firmware='efi'>", &[("no", "secure-boot")]),
+        // Variables that libvirt would make must have keys: without them all is started.
+        Firmware::UefiSecureBoot => {
+            ("  <os firmware='efi'>", &[("yes", "enrolled-keys"), ("yes", "secure-boot")])
+        }
+    };
+    let mut lines = vec![begin.to_owned()];
+    lines.push("    <type arch='x86_64' machine='q35'>hvm</type>".to_owned());
+    if firmware.has_variables() {
+        lines.push("    <firmware>".to_owned());
+        lines.extend(
+            features.iter().map(|(enabled, name)| {
+                format!("      <feature enabled='{enabled}' name='{name}'/>")
+            }),
+        );
+        lines.push("    </firmware>".to_owned());
+    }
+    let is_secure = firmware == Firmware::UefiSecureBoot;
+    if is_secure {
+        lines.push("    <loader secure='yes'/>".to_owned());
+    }
+    if firmware.has_variables() {
+        let file = match place {
+            Place::Sockets(_) => Files::within(None).variables(vm),
+            Place::Files(files) => files.variables(vm),
+        };
+        lines.push(format!("    <nvram>{}</nvram>", escaped(&file.display().to_string())));
+    }
+    lines.push("  </os>".to_owned());
+    // Firmware with secure boot runs in system management mode.
+    let more = if is_secure { "<smm state='on'/>" } else { "" };
+    lines.push(format!("  <features><acpi/>{more}</features>"));
+    lines
+}
+
+fn devices(vm: &Vm, place: Place<'_>) -> Vec<String> {
+    let (mut lines, order) = (Vec::new(), Order::of(vm));
+    for (index, disk) in seen(vm) {
+        lines.extend(image(vm, (index, disk), place));
+        match disk.role {
+            DiskRole::Data => lines.extend(order.of_device(BootDevice::Disk, index)),
+            DiskRole::CloudInit | DiskRole::UefiVariables | DiskRole::Tpm => {
+                lines.push("      <readonly/>".to_owned());
+            }
+        }
+        lines.push("    </disk>".to_owned());
+    }
+    lines.extend(vm.hardware.cdrom.iter().flat_map(|it| drive(it, &order)));
+    let cards = vm.nics.iter().enumerate();
+    lines.extend(cards.flat_map(|(index, nic)| interface(nic, index, &order)));
+    if vm.hardware.tpm {
+        lines.push("    <tpm model='tpm-crb'>".to_owned());
+        lines.push("      <backend type='emulator' version='2.0'/>".to_owned());
+        lines.push("    </tpm>".to_owned());
+    }
+    lines.push("    <serial type='pty'/>".to_owned());
+    if let Place::Files(_) = place {
+        // What every VM has, and libvirt adds to no domain.
+        lines.push("    <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>".to_owned());
+        lines.push("    <graphics type='vnc'/>".to_owned());
+        lines.push("    <video><model type='vga'/></video>".to_owned());
+    }
+    lines.push("    <rng model='virtio'><backend model='builtin'/></rng>".to_owned());
+    lines
+}
+
+/// The beginning of a disk: where it is, and what the guest sees it as.
+fn image(vm: &Vm, (index, disk): (usize, &Disk), place: Place<'_>) -> [String; 4] {
+    let (kind, format, source) = match place {
+        Place::Sockets(run_dir) => {
+            let path = escaped(&format!("{run_dir}/vms/{}/disk{index}.sock", vm.id));
+            ("vhostuser", "raw", format!("type='unix' path='{path}'"))
+        }
+        Place::Files(files) => {
+            let path = escaped(&files.image(vm, disk).display().to_string());
+            ("file", "qcow2", format!("file='{path}'"))
+        }
+    };
+    [
+        format!("    <disk type='{kind}' device='disk'>"),
+        format!("      <driver name='qemu' type='{format}'/>"),
+        format!("      <source {source}/>"),
+        format!("      <target dev='{}' bus='virtio'/>", target(index)),
+    ]
 }
 
 /// The disks that the guest sees, as they are numbered when it starts. The firmware's variables are served to vmseal's own QEMU alone, and that
@@ -221,8 +376,10 @@ mod tests {
     use std::process::Command;
 
     use serde_json::{from_value, json};
+    use vmseal_api::transfer::ImageFormat;
 
     use super::*;
+    use crate::libvirt::{Networks, TpmState, Variables};
 
     const GOLDEN: &str = include_str!("../../tests/libvirt/sealed.xml");
 
@@ -327,20 +484,80 @@ mod tests {
     }
 
     #[test]
-    fn the_firmware_is_said() {
-        let secure = "<firmware><feature enabled='yes' name='secure-boot'/></firmware>";
-        for (firmware, os, is_secure) in [
-            (Firmware::Bios, "<os>", false),
-            (Firmware::Uefi, "<os firmware='efi'>", false),
-            (Firmware::UefiSecureBoot, "<os firmware='efi'>", true),
+    fn the_firmware_is_said_with_the_file_of_its_variables() {
+        let nvram = "<nvram>/var/lib/libvirt/qemu/nvram/sealed_VARS.fd</nvram>";
+        let uefi = ["<os firmware='efi'>", "<feature enabled='no' name='secure-boot'/>", nvram];
+        let secure = [
+            "<feature enabled='yes' name='enrolled-keys'/>",
+            "<feature enabled='yes' name='secure-boot'/>",
+            "<loader secure='yes'/>",
+            "<features><acpi/><smm state='on'/></features>",
+            nvram,
+        ];
+        for (firmware, said, is_without) in [
+            (Firmware::Bios, &["<os>", "<features><acpi/></features>"][..], "nvram"),
+            (Firmware::Uefi, &uefi, "='yes'"),
+            (Firmware::UefiSecureBoot, &secure, "='no'"),
         ] {
             let mut vm = vm(1);
             vm.hardware.firmware = firmware;
-            let xml = domain(&vm, &host("/run/vmseal"));
-            validate(&xml);
-            assert!(xml.lines().any(|line| line.trim() == os), "{firmware:?}: {xml}");
-            assert_eq!(xml.contains(secure), is_secure, "{firmware:?}: {xml}");
+            for xml in [domain(&vm, &host("/run/vmseal")), of_files(&vm, None)] {
+                validate(&xml);
+                for line in said {
+                    assert!(xml.lines().any(|it| it.trim() == *line), "{line}: {xml}");
+                }
+                let os = xml.split("</os>").next().unwrap_or_default();
+                assert!(!os.contains(is_without), "{firmware:?}: {xml}");
+            }
         }
+    }
+
+    fn of_files(vm: &Vm, directory: Option<&Path>) -> String {
+        domain_of_files(vm, AcceleratorKind::Kvm, &Files::within(directory))
+    }
+
+    /// Where the commands write is where the domain has it, and an import finds all of it.
+    #[test]
+    fn what_is_exported_is_what_the_domain_names_and_an_import_takes() {
+        let mut vm = vm(4);
+        (vm.disks[1].role, vm.disks[2].role) = (DiskRole::UefiVariables, DiskRole::Tpm);
+        (vm.hardware.firmware, vm.hardware.tpm) = (Firmware::UefiSecureBoot, true);
+        let directory = Path::new("/srv/<o> & 'ut'");
+        let xml = of_files(&vm, Some(directory));
+        validate(&xml);
+        assert!(!xml.contains(".sock") && !xml.contains("<memoryBacking>"), "{xml}");
+        let file = tempfile::NamedTempFile::with_suffix(".xml").unwrap();
+        std::fs::write(file.path(), &xml).unwrap();
+        let networks = Networks::parse(&[], &[]).unwrap();
+        let read = crate::libvirt::read(file.path(), &networks).unwrap();
+        assert_eq!((read.hardware.firmware, read.hardware.tpm), (Firmware::UefiSecureBoot, true));
+        assert_eq!(read.nics.len(), 3);
+        let images: Vec<_> =
+            read.disks.iter().map(|disk| (disk.image.clone(), disk.format)).collect();
+        let at = |name: &str| directory.join(name);
+        let qcow2 = ["sealed-disk0.qcow2", "sealed-disk3.qcow2"];
+        assert_eq!(images, qcow2.map(|name| (at(name), ImageFormat::Qcow2)));
+        assert_eq!(read.variables, Some(Variables::File(at("sealed_VARS.fd"))));
+        let of_tpm =
+            "/var/lib/libvirt/swtpm/11111111-1111-7111-8111-111111111111/tpm2/tpm2-00.permall";
+        assert_eq!(read.tpm_state, Some(TpmState::File(of_tpm.into())));
+
+        let exports = Files::within(Some(directory)).exports(&vm);
+        let told = |disk: &str, format: &str, to: &str| {
+            format!("vmseal disk export sealed {disk} --format {format} --plaintext --to {to}")
+        };
+        let quoted = |name: &str| format!(r"'/srv/<o> & '\''ut'\''/{name}'");
+        assert_eq!(
+            exports,
+            [
+                told("disk0", "qcow2", &quoted("sealed-disk0.qcow2")),
+                told("disk1", "raw", &quoted("sealed_VARS.fd")),
+                told("disk2", "raw", of_tpm),
+                told("disk3", "qcow2", &quoted("sealed-disk3.qcow2")),
+            ]
+        );
+        let usual = of_files(&vm, None);
+        assert!(usual.contains("file='/var/lib/libvirt/images/sealed-disk3.qcow2'"), "{usual}");
     }
 
     #[test]

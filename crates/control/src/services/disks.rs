@@ -6,7 +6,7 @@ use std::time::Instant;
 use uuid::Uuid;
 use vmseal_api::filter::ReplicaStatus;
 use vmseal_api::host::version::{EXPOSE_KEPT, SNAPSHOT_EXPORT};
-use vmseal_api::host::{ConsoleStream, ExportJob, Exposing, JobSpec, Power};
+use vmseal_api::host::{ConsoleStream, DiskRole, ExportJob, Exposing, JobSpec, Power};
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::Task;
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -29,7 +29,8 @@ use crate::store::vms::Vm;
 use crate::store::{Store, StoreError, Write, tasks};
 use crate::tasks::Engine;
 
-/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host.
+/// Writes a disk of a VM that is off, or what a snapshot keeps of one, to a file of its host. In place of the disk of a TPM, what the TPM
+/// keeps is written.
 pub async fn export(
     services: &Services,
     caller: &Caller,
@@ -47,6 +48,9 @@ pub async fn export(
     if request.format == ExportFormat::Sealed && !disk.encrypted {
         let detail = format!("disk '{}' is not encrypted: export it as raw", disk.name);
         return Err(Problem::invalid("format", detail));
+    }
+    if disk.role == DiskRole::Tpm {
+        check_of_tpm(&disk, &request)?;
     }
     if request.snapshot.is_none() {
         require_off(services, &vm).await?;
@@ -277,7 +281,8 @@ fn told(vm: &Vm, disk: &Disk, request: &ExportDisk) -> String {
     let (host, format) = (&vm.host_name, request.format.name());
     let kept = request.snapshot.as_ref().map(|name| format!(" at snapshot '{name}'"));
     let (name, kept, to) = (&disk.name, kept.unwrap_or_default(), request.to.display());
-    format!("disk '{name}'{kept} to {to} on host '{host}' as {format}, {how}")
+    let what = if disk.role == DiskRole::Tpm { "what the TPM keeps, of " } else { "" };
+    format!("{what}disk '{name}'{kept} to {to} on host '{host}' as {format}, {how}")
 }
 
 fn check(request: &ExportDisk) -> Result<(), Problem> {
@@ -301,6 +306,21 @@ fn check(request: &ExportDisk) -> Result<(), Problem> {
         (true, None) => Err(Problem::invalid("passphrase", "is needed for luks2")),
         _ => Ok(()),
     }
+}
+
+/// What a TPM keeps now is written as swtpm's file, which is raw and in the clear; no snapshot has such a file.
+fn check_of_tpm(disk: &Disk, request: &ExportDisk) -> Result<(), Problem> {
+    let (field, what) = match (&request.snapshot, request.format) {
+        (Some(_), _) => (
+            "snapshot",
+            "no snapshot has what the VM's TPM kept as a file: export what it keeps now",
+        ),
+        (None, ExportFormat::Raw) => return Ok(()),
+        (None, _) => {
+            ("format", "in its place, what the VM's TPM keeps is exported, and that as raw alone")
+        }
+    };
+    Err(Problem::invalid(field, format!("disk '{}' holds nothing: {what}", disk.name)))
 }
 
 async fn require_off(services: &Services, vm: &Vm) -> Result<(), Problem> {

@@ -139,7 +139,32 @@ impl Permanent {
     /// # Errors
     /// Those of what it writes to.
     pub fn write_to(&self, to: &mut impl Write) -> io::Result<()> {
-        self.parts.iter().try_for_each(|part| to.write_all(part.expose()))
+        self.write_from(0, to)
+    }
+
+    /// The same without so many bytes at its beginning.
+    ///
+    /// # Errors
+    /// As [`Permanent::write_to`].
+    pub fn write_from(&self, begin: usize, to: &mut impl Write) -> io::Result<()> {
+        let mut left_out = begin;
+        self.parts.iter().try_for_each(|part| {
+            let from = left_out.min(part.len());
+            left_out -= from;
+            to.write_all(&part.expose()[from..])
+        })
+    }
+
+    /// Its length, in bytes.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        self.parts.iter().map(SecretBytes::len).sum()
+    }
+
+    /// What it begins with, its frame first.
+    #[must_use]
+    pub fn beginning(&self) -> &[u8] {
+        self.parts.first().map(SecretBytes::expose).unwrap_or_default()
     }
 
     /// Reads what was written so, to the end.
@@ -174,8 +199,7 @@ impl Permanent {
 
     /// Gives it to a TPM that has loaded nothing; returns the code of the result.
     fn write(&self, control: &mut UnixStream) -> io::Result<u32> {
-        let length: usize = self.parts.iter().map(SecretBytes::len).sum();
-        let length = u32::try_from(length).map_err(io::Error::other)?;
+        let length = u32::try_from(self.length()).map_err(io::Error::other)?;
         control.set_write_timeout(Some(ANSWER_TIMEOUT))?;
         control.set_read_timeout(Some(ANSWER_TIMEOUT))?;
         let header = [SET_STATE, 0, PERMANENT, length].map(u32::to_be_bytes);
@@ -232,6 +256,12 @@ mod tests {
             let read = Permanent::read_from(&mut &content(length)[..]).unwrap();
             read.write_to(&mut written).unwrap();
             assert!(written == content(length), "{length}");
+            assert_eq!((read.length(), read.beginning()[0]), (length, content(1)[0]));
+            for begin in [1, length.min(SECRET_LEN_MAX + 1), length] {
+                let mut rest = Vec::new();
+                read.write_from(begin, &mut rest).unwrap();
+                assert!(rest == content(length)[begin..], "{length} from {begin}");
+            }
         }
         for length in [0, most + 1] {
             assert!(Permanent::read_from(&mut &content(length)[..]).is_err(), "{length}");

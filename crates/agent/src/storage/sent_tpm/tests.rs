@@ -1,11 +1,15 @@
-//! What a TPM keeps goes to a host that has another key of the VM.
+//! What a TPM keeps goes to a host that has another key of the VM, and to a file.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 
+use tokio::sync::oneshot;
 use vmseal_api::hardware::{TPM_DISK, TPM_DISK_SIZE};
-use vmseal_api::host::{Device, DiskRole};
-use vmseal_api::id::MigrationId;
+use vmseal_api::host::{Device, DiskRole, ExportJob};
+use vmseal_api::id::{MigrationId, TaskId};
+use vmseal_api::problem::ErrorCode;
+use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::KEK_LEN;
 
 use super::*;
@@ -14,8 +18,10 @@ use crate::process::run_dir::RunDir;
 use crate::process::users::Users;
 use crate::storage::arriving;
 use crate::storage::datastore::{self, tests::unmarked};
+use crate::storage::export::{self, Export, ExportRequest};
 use crate::storage::gate::Gate;
 use crate::storage::tpm_disk::{self, MakeTpm};
+use crate::storage::tpm_import;
 use crate::storage::transfer::TransferDirectories;
 
 /// A control plane's host, with a VM that has a TPM as it has it: under a key of its own, on a datastore of its own.
@@ -67,6 +73,23 @@ impl Place {
         arriving::begin(&self.spec, disks, Some(&self.kek)).unwrap().remove(0)
     }
 
+    /// Makes its TPM; the facts of that one's disk.
+    async fn make(&self) -> DiskFacts {
+        let made = self.begin();
+        let slot = self.builder.users.take().unwrap();
+        let wanted = MakeTpm {
+            swtpm: Swtpm::of(PROGRAM.into()),
+            disk: self.disk(),
+            home: &self.home(),
+            file: &made.file,
+            dek: made.dek.as_ref(),
+            taken: None,
+        };
+        tpm_disk::make(wanted, &self.builder, &slot).await.unwrap();
+        arriving::name(&self.spec, std::slice::from_ref(&made), 1).unwrap();
+        made.facts
+    }
+
     /// Sends what its TPM keeps.
     async fn send(&self, facts: &DiskFacts, way: &Arc<MemoryTransit>) -> Result<Vec<u8>, Problem> {
         let (theirs, mut ours) = UnixStream::pair().unwrap();
@@ -103,20 +126,7 @@ async fn what_arrives_is_the_same_under_the_key_of_the_disk_there_alone() {
         Arc::new(MemoryTransit::new(session.try_clone().unwrap(), migration))
     };
 
-    let made = west.begin();
-    let slot = west.builder.users.take().unwrap();
-    let wanted = MakeTpm {
-        swtpm: swtpm.clone(),
-        disk: west.disk(),
-        home: &west.home(),
-        file: &made.file,
-        dek: made.dek.as_ref(),
-        taken: None,
-    };
-    tpm_disk::make(wanted, &west.builder, &slot).await.unwrap();
-    arriving::name(&west.spec, std::slice::from_ref(&made), 1).unwrap();
-    let facts = made.facts.clone();
-    drop(made);
+    let facts = west.make().await;
     let at_west = tpm_state::read(&west.home().tpm_state(disk)).unwrap();
 
     let sent = west.send(&facts, &way(migration)).await.unwrap();
@@ -153,6 +163,49 @@ async fn what_arrives_is_the_same_under_the_key_of_the_disk_there_alone() {
     let path = east.home().tpm_state(disk).join("tpm2-00.permall");
     std::fs::write(path, at_west).unwrap();
     let refused = east.send(&facts_there, &way(migration)).await.unwrap_err();
-    assert_eq!(refused.code, vmseal_api::problem::ErrorCode::Damaged, "{refused}");
+    assert_eq!(refused.code, ErrorCode::Damaged, "{refused}");
     east.builder.directory.sweep().await.unwrap();
+}
+
+/// In the clear, so for the agent's user alone; and none is left to who gives the export up.
+#[tokio::test]
+async fn what_is_exported_is_the_same_and_goes_with_an_export_that_is_given_up() {
+    let place = Place::new(VmId::new(), DiskId::new(), "west");
+    let (facts, disk) = (place.make().await, place.disk().disk);
+    let (out, records) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (to, record) = (out.path().join("tpm2-00.permall"), records.path().join("record"));
+    let anywhere = TransferDirectories::anywhere();
+    let format = ExportFormat::Raw;
+    let job = ExportJob { disk, to: to.clone(), format, passphrase: None, snapshot: None };
+    let export = Export { task: TaskId::new(), job };
+    let write = async |cancelled: oneshot::Receiver<()>| {
+        let request = ExportRequest {
+            spec: place.spec.clone(),
+            disk: place.disk().clone(),
+            facts: facts.clone(),
+            kek: Some(place.kek.try_clone().unwrap()),
+            export: export.clone(),
+            passphrase: None,
+            record: record.clone(),
+            swtpm: Swtpm::of(PROGRAM.into()),
+        };
+        export::write(request, &place.builder, |_, _| {}, cancelled).await
+    };
+    let (cancel, cancelled) = oneshot::channel();
+    cancel.send(()).unwrap();
+    assert_eq!(write(cancelled).await.unwrap_err().code, ErrorCode::Cancelled);
+    assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 0, "something is left");
+
+    let (_cancel, cancelled) = oneshot::channel();
+    write(cancelled).await.unwrap();
+    let unnamed = std::fs::read_dir(out.path()).unwrap().next().unwrap().unwrap();
+    assert_eq!(unnamed.metadata().unwrap().mode() & 0o777, 0o600);
+    export::name(&export, &record, &anywhere).unwrap();
+    assert_eq!(to.metadata().unwrap().mode() & 0o777, 0o600);
+    let session = SecretBytes::random(KEK_LEN).unwrap();
+    let way = Arc::new(MemoryTransit::new(session, MigrationId::new()));
+    let sent = place.send(&facts, &way).await.unwrap();
+    let kept = receive((place.spec.vm, disk), &way, &sent[..]).unwrap();
+    let exported = tpm_import::read(&to, &anywhere).unwrap();
+    assert!(clear(exported.permanent()) == clear(&kept), "something else was exported");
 }

@@ -233,6 +233,10 @@ impl Owner {
                 self.keeps(&disk, snapshot).await?;
             }
         }
+        let swtpm = self.shared.swtpm.clone();
+        if disk.role == DiskRole::Tpm {
+            swtpm.examine()?;
+        }
         let export = Export { task, job: job.clone() };
         let (wanted, transfer) = (export.clone(), self.shared.transfer.clone());
         timed::call(&job.to, move || export::check(&wanted, &transfer)).await?;
@@ -241,7 +245,8 @@ impl Owner {
         let Some(facts) = self.facts(&disk) else { return Err(internal("a disk without facts")) };
         let kek = if disk.encrypted { self.clone_kek()? } else { None };
         let record = self.shared.run_dir.exported(disk.disk);
-        Ok(ExportRequest { spec: self.spec.clone(), disk, facts, kek, export, passphrase, record })
+        let spec = self.spec.clone();
+        Ok(ExportRequest { spec, disk, facts, kek, export, passphrase, record, swtpm })
     }
 
     pub(super) async fn commit_job(&mut self, task: TaskId, spec: JobSpec) -> Result<(), Problem> {

@@ -4,11 +4,12 @@ use vmseal_api::hardware::Hardware;
 use vmseal_api::host::DiskRole;
 use vmseal_api::host::version::TPM;
 use vmseal_api::problem::ErrorCode;
-use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::request::{CreateDisk, CreateVm, ExportDisk};
+use vmseal_api::transfer::ExportFormat;
 use vmseal_secret::sealed_box::Recipient;
 
 use super::{snapshots, *};
-use crate::services::{Caller, Outcome, create_vm, vm_tpm};
+use crate::services::{Caller, Outcome, Privilege, create_vm, disks, vm_tpm};
 
 pub(super) fn request(policy: &str) -> CreateVm {
     let disk = CreateDisk {
@@ -176,4 +177,54 @@ async fn a_disk_of_the_name_keeps_a_tpm_out() {
     assert_eq!(fixture.ended(task.id).await.state, TaskState::Done);
     let refused = vm_tpm::add(&services, &me, "web", false).await.unwrap_err();
     assert!(refused.detail.contains("has a disk 'tpm'"), "{refused}");
+}
+
+/// In the clear: it takes the privileges for that, and is an event.
+#[tokio::test]
+async fn what_a_tpm_keeps_is_exported_raw_alone_and_that_is_an_event() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let begun = create_vm::create(&services, &me, request("encrypted"), false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    let export = |format: ExportFormat, snapshot: Option<&str>| ExportDisk {
+        to: OUT.into(),
+        format,
+        plaintext: format.is_plain(),
+        passphrase: None,
+        snapshot: snapshot.map(str::to_owned),
+        rate: None,
+    };
+    for (asked, field) in [
+        (export(ExportFormat::Sealed, None), "format"),
+        (export(ExportFormat::Qcow2, None), "format"),
+        (export(ExportFormat::Raw, Some("nightly")), "snapshot"),
+    ] {
+        for dry_run in [true, false] {
+            let refused = disks::export(&services, &me, "web", "tpm", asked.clone(), dry_run).await;
+            let refused = refused.unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest, "{refused}");
+            assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
+            assert!(refused.detail.contains("holds nothing"), "{refused}");
+        }
+    }
+    let raw = export(ExportFormat::Raw, None);
+    for missing in [Privilege::DirectAccess, Privilege::Decrypt] {
+        let all = Privilege::ALL.into_iter().filter(|it| *it != missing);
+        let other = Caller::new("other", all.collect());
+        let refused = disks::export(&services, &other, "web", "tpm", raw.clone(), true).await;
+        let refused = refused.unwrap_err();
+        assert!(refused.detail.contains(missing.name()), "{refused}");
+    }
+    assert!(fixture.events("disk.export").await.is_empty());
+    let planned = disks::export(&services, &me, "web", "tpm", raw.clone(), true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+    let begun = disks::export(&services, &me, "web", "tpm", raw, false).await.unwrap();
+    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
+    fixture.ends_well(task.id).await;
+    let events = fixture.events("disk.export").await;
+    let told = format!("what the TPM keeps, of disk 'tpm' to {OUT}");
+    assert!(events.iter().any(|it| it.detail.starts_with(&told)), "{events:?}");
+    assert!(events.iter().any(|it| it.detail.ends_with("IN THE CLEAR")), "{events:?}");
 }
