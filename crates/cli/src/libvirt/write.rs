@@ -379,7 +379,7 @@ mod tests {
     use vmseal_api::transfer::ImageFormat;
 
     use super::*;
-    use crate::libvirt::{Networks, TpmState, Variables};
+    use crate::libvirt::{Images, Networks, TpmState, Variables};
 
     const GOLDEN: &str = include_str!("../../tests/libvirt/sealed.xml");
 
@@ -529,7 +529,7 @@ mod tests {
         let file = tempfile::NamedTempFile::with_suffix(".xml").unwrap();
         std::fs::write(file.path(), &xml).unwrap();
         let networks = Networks::parse(&[], &[]).unwrap();
-        let read = crate::libvirt::read(file.path(), &networks).unwrap();
+        let read = crate::libvirt::read(file.path(), &networks, &Images::default()).unwrap();
         assert_eq!((read.hardware.firmware, read.hardware.tpm), (Firmware::UefiSecureBoot, true));
         assert_eq!(read.nics.len(), 3);
         let images: Vec<_> =
