@@ -554,6 +554,35 @@ fn block_status_shows_what_an_image_has_not_allocated() {
 }
 
 #[test]
+fn holes_of_a_raw_file_below_show_through_an_image() {
+    let place = Place::new();
+    let below = File::create(place.path("below")).unwrap();
+    below.set_len(SIZE).unwrap();
+    // One part is hidden by the image, and in another one the image is zeroes.
+    for at in [1 << 20, 2 << 20, 3 << 20] {
+        below.write_all_at(&[5; 2 * CLUSTER as usize], at).unwrap();
+    }
+    place.create("image", &["-b", "below", "-F", "raw"]);
+    place.write("image", "write -P 7 1M 64k");
+    place.write("image", "write -z 3M 128k");
+    let disk = place.open(&[("below", ImageFormat::Raw)], true).unwrap();
+    let (allocation, mut at, mut data) = (disk.allocation(), 0, Vec::new());
+    while at < SIZE {
+        let extent = allocation.extent(at, SIZE).unwrap();
+        assert!(extent.end > at, "{extent:?}");
+        if extent.data {
+            data.extend(at / CLUSTER..extent.end.div_ceil(CLUSTER));
+        }
+        at = extent.end;
+    }
+    assert_eq!(data, [16, 17, 32, 33], "clusters with data");
+    // What is missing of the file is no hole.
+    below.set_len(2 << 20).unwrap();
+    let missing = allocation.extent(5 << 19, SIZE).unwrap_err();
+    assert_eq!(missing.kind(), std::io::ErrorKind::UnexpectedEof, "{missing}");
+}
+
+#[test]
 fn a_disk_in_memory_is_served_sparse() {
     let place = Place::new();
     let filter = Filter::start(place.0.path(), 1 << 40, &json!({ "kind": "mem" }));
