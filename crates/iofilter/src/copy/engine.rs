@@ -52,8 +52,8 @@ pub trait Source {
     /// Why it cannot be read.
     type Error;
 
-    /// What is at `at`, which is below `end`, up to `end` at most. Nothing: the sink has there what it should have. Where it is data, that is
-    /// read up to its end, however many pieces that takes, and not asked about again: a question may take longer than to read a piece.
+    /// What is at `at`, which is below `end`, up to `end` at most. Nothing: the sink has there what it should have. Data is read up
+    /// to its end, however many pieces that takes, and not asked about again: a question may take longer than to read a piece.
     ///
     /// # Errors
     /// What there is cannot be told.
@@ -312,9 +312,10 @@ impl<'a, S: Source> Walk<'a, S> {
             return Ok(OwnExtent { content: Own::Data, end: self.data });
         }
         let found = self.source.part(at, self.end).map_err(|error| (at, error))?;
-        // An empty part would be asked for again for ever; reading tells what is there.
-        let empty = OwnExtent { content: Own::Data, end: self.end };
-        let found = if found.end > at { found } else { empty };
+        if found.end <= at {
+            // It would be asked for again for ever: a piece is read, which tells what is there. Behind that nothing is known.
+            return Ok(OwnExtent { content: Own::Data, end: self.end });
+        }
         if found.content == Own::Data {
             self.data = found.end;
         }
