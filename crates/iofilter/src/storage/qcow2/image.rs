@@ -222,11 +222,16 @@ impl Qcow2Image {
         let (mapping, run) = self.mapping(self.offset + offset, length)?;
         let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
         let in_raw = match &mapping {
-            Mapping::Raw { storage, offset, .. } if storage.is_raw() => Some(*offset),
+            Mapping::Raw { storage, offset, .. } if self.is_raw_below(storage) => Some(*offset),
             _ => None,
         };
         self.trim()?;
         Ok(Found { extent: Extent { data, end: offset + run }, in_raw })
+    }
+
+    /// Whether this is a raw file below all others: those who look for its holes look in that one.
+    fn is_raw_below(&self, file: &ImageFile) -> bool {
+        file.is_raw() && self.layers.last().is_some_and(|lowest| lowest.is(file))
     }
 
     /// What the image itself has at `offset` of the disk, without the files below it, `length` bytes at most.

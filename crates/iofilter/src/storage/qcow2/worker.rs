@@ -10,6 +10,7 @@
 //! done one after the other, in the order of their arrival ([`super::exchange`]). The first request
 //! starts the thread: a queue's thread does so, and it gets that one's restrictions ([`crate::process::confinement`]).
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -211,17 +212,20 @@ impl ImageWorker {
     /// For callers that ask where the disk's zeroes are, and may sleep. `raw` is the file below all others, if it is a raw one.
     pub(super) fn extents(&self, raw: Option<ImageFile>) -> io::Result<Extents> {
         let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
-        Ok(Extents { end: Mutex::new(self.exchange.end(Waker::new()?)), id, raw })
+        let end = Mutex::new(self.exchange.end(Waker::new()?));
+        Ok(Extents { end, id, raw, data: Mutex::new(0..0) })
     }
 }
 
-/// Finds an image's zeroes: asks its thread, one question at a time. Holes of a raw file below it are looked for by who asks: where a network
-/// has the file, that takes long, and guests wait for the thread.
+/// Finds an image's zeroes: asks its thread, one question at a time. Holes of a raw file below it are looked for by who asks: where
+/// a network has the file, that takes long, and guests wait for the thread.
 pub struct Extents {
     end: Mutex<End<ImageOwner>>,
     /// The only request there is.
     id: RequestId,
     raw: Option<ImageFile>,
+    /// The data of that file that was found last: many small clusters of layers may lie over it. If there is a hole by now, it is read.
+    data: Mutex<Range<u64>>,
 }
 
 impl fmt::Debug for Extents {
@@ -242,8 +246,21 @@ impl Extents {
         let Some((raw, place)) = self.raw.as_ref().zip(found.in_raw) else {
             return Ok(found.extent);
         };
-        let there = raw.extent(place, place + (found.extent.end - at))?;
+        let there = self.in_raw(raw, place, place + (found.extent.end - at))?;
         Ok(Extent { data: there.data, end: at + (there.end - place) })
+    }
+
+    /// What the raw file has at `place`, up to `end` at most. Data is remembered, and a hole is not: it may get data.
+    fn in_raw(&self, raw: &ImageFile, place: u64, end: u64) -> io::Result<Extent> {
+        let known = self.data.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if known.contains(&place) {
+            return Ok(Extent { data: true, end: known.end.min(end) });
+        }
+        let found = raw.extent(place, raw.length().max(end))?;
+        if found.data {
+            *self.data.lock().unwrap_or_else(PoisonError::into_inner) = place..found.end;
+        }
+        Ok(Extent { end: found.end.min(end), ..found })
     }
 
     /// What the image itself has at `at`, without the files below it, up to `end` at most.
