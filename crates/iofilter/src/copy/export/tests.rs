@@ -3,6 +3,7 @@ use std::path::Path;
 use vmseal_api::id::DiskId;
 use vmseal_api::transfer::ImageFormat;
 use vmseal_qcow2::{Below, create_overlay};
+use vmseal_secret::{DEK_LEN, SecretBytes};
 
 use super::*;
 use crate::storage::qcow2::Qcow2Disk;
@@ -20,7 +21,7 @@ fn opened(path: &Path) -> File {
 }
 
 /// A layer above a file with little data, as a snapshot leaves it.
-fn layered(directory: &Path) -> Disk {
+fn layered(directory: &Path, encryption: Option<Encryption>) -> Disk {
     let (layer, below) = (directory.join("layer"), directory.join("below"));
     let file = File::create(&below).unwrap();
     file.set_len(SIZE).unwrap();
@@ -36,34 +37,55 @@ fn layered(directory: &Path) -> Disk {
     image.flush().unwrap();
     let below = vec![(opened(&below).into(), ImageFormat::Raw)];
     let image = Qcow2Disk::open(opened(&layer).into(), below, 0, SIZE, true).unwrap();
-    Disk::new(SIZE, true, None, DiskStorage::Qcow2(image), 1)
+    Disk::new(SIZE, true, encryption, DiskStorage::Qcow2(image), 1)
+}
+
+/// What an export of a disk has, and how much it has read.
+fn exported(disk: &Disk, mut sums: Option<Sums>) -> (Vec<u8>, u64) {
+    let out = tempfile::tempfile().unwrap();
+    out.set_len(SIZE).unwrap();
+    let mut target = Target::Raw(out.try_clone().unwrap());
+    let (state, stop) = (DiskState::new(DiskId::new(), 1), Stop::new().unwrap());
+    let (mut chain, allocation) = (disk.chain().unwrap(), disk.allocation());
+    run(&mut chain, &allocation, &mut target, sums.as_mut(), &state, &stop).unwrap();
+    let mut content = vec![0; SIZE as usize];
+    out.read_exact_at(&mut content, 0).unwrap();
+    (content, state.totals().read_bytes)
 }
 
 #[test]
 fn holes_of_a_disk_with_layers_are_not_read() {
     let scratch = tempfile::tempdir_in("/dev/shm").unwrap();
-    let disk = layered(scratch.path());
+    let disk = layered(scratch.path(), None);
     for with_sums in [false, true] {
-        let out = tempfile::tempfile().unwrap();
-        out.set_len(SIZE).unwrap();
-        let mut target = Target::Raw(out.try_clone().unwrap());
         let sums = with_sums.then(|| tempfile::tempfile().unwrap());
-        let mut sums = sums.map(|file| Sums::new(file, None, None).unwrap());
-        let (state, stop) = (DiskState::new(DiskId::new(), 1), Stop::new().unwrap());
-        let (mut chain, allocation) = (disk.chain().unwrap(), disk.allocation());
-        run(&mut chain, &allocation, &mut target, sums.as_mut(), &state, &stop).unwrap();
+        let sums = sums.map(|file| Sums::new(file, None, None).unwrap());
+        let (found, read) = exported(&disk, sums);
         let mut expected = vec![0; SIZE as usize];
         for (places, byte) in [(&BELOW[..], 5), (&ABOVE[..], 7)] {
             for at in places {
                 expected[*at as usize..(at + BLOCK) as usize].fill(byte);
             }
         }
-        let mut found = vec![0; SIZE as usize];
-        out.read_exact_at(&mut found, 0).unwrap();
         assert!(found == expected, "the copy differs");
         // With each part of data the rest of its piece.
-        let read = state.totals().read_bytes;
         assert!(read <= 5 * PIECE_BYTES, "{read} bytes are read");
+    }
+}
+
+#[test]
+fn holes_that_a_cipher_reads_as_noise_are_copied() {
+    let scratch = tempfile::tempdir_in("/dev/shm").unwrap();
+    let key = SecretBytes::random(DEK_LEN).unwrap();
+    let disk = layered(scratch.path(), Some(Encryption { key, holes: Holes::Ciphertext }));
+    let (found, read) = exported(&disk, None);
+    assert_eq!(read, SIZE);
+    let (mut chain, mut noise) = (disk.chain().unwrap(), vec![0; PIECE]);
+    for (index, part) in found.chunks(PIECE).enumerate() {
+        let at = index as u64 * PIECE_BYTES;
+        blocking::move_bytes(&mut chain, Operation::Read, &mut noise, at).unwrap();
+        assert!(noise.iter().any(|byte| *byte != 0), "a hole at {at}");
+        assert!(part == noise, "the copy differs at {at}");
     }
 }
 
