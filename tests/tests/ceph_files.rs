@@ -443,6 +443,10 @@ fn long_files(cluster: &Cluster, here: &Mount, there: &Mount) {
     let hole = at(Whence::SeekHole, 1 << 39).unwrap();
     assert!(hole > 1 << 39 && hole <= (1 << 39) + (4 << 20), "{hole}");
     assert_eq!(at(Whence::SeekData, hole as i64), Err(nix::errno::Errno::ENXIO));
+    // The same from within the object that has it.
+    let within = hole - (1 << 20);
+    let both = (at(Whence::SeekData, within as i64), at(Whence::SeekHole, within as i64));
+    assert_eq!(both, (Ok(within), Ok(hole)));
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_exact(&mut begins).unwrap();
     // It takes the room of one object, and the other host sees that too.

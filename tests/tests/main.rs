@@ -7,6 +7,7 @@ mod cdrom;
 mod ceph;
 mod ceph_apart;
 mod ceph_at_rest;
+mod ceph_backups;
 mod ceph_channel;
 mod ceph_client;
 mod ceph_datastore;

@@ -554,6 +554,91 @@ fn block_status_shows_what_an_image_has_not_allocated() {
 }
 
 #[test]
+fn holes_of_a_raw_file_below_show_through_an_image() {
+    let place = Place::new();
+    let below = File::create(place.path("below")).unwrap();
+    below.set_len(SIZE).unwrap();
+    // One part is hidden by the image, and in another one the image is zeroes.
+    for at in [1 << 20, 2 << 20, 3 << 20] {
+        below.write_all_at(&[5; 2 * CLUSTER as usize], at).unwrap();
+    }
+    place.create("image", &["-b", "below", "-F", "raw"]);
+    place.write("image", "write -P 7 1M 64k");
+    place.write("image", "write -z 3M 128k");
+    let disk = place.open(&[("below", ImageFormat::Raw)], true).unwrap();
+    let (allocation, mut at, mut data) = (disk.allocation(), 0, Vec::new());
+    while at < SIZE {
+        let extent = allocation.extent(at, SIZE).unwrap();
+        assert!(extent.end > at, "{extent:?}");
+        if extent.data {
+            data.extend(at / CLUSTER..extent.end.div_ceil(CLUSTER));
+        }
+        at = extent.end;
+    }
+    assert_eq!(data, [16, 17, 32, 33], "clusters with data");
+    // What is missing of the file is no hole.
+    below.set_len(2 << 20).unwrap();
+    let missing = allocation.extent(5 << 19, SIZE).unwrap_err();
+    assert_eq!(missing.kind(), std::io::ErrorKind::UnexpectedEof, "{missing}");
+}
+
+/// Makes random changes of an image: data, zeroes and discards, of whole sectors.
+fn change(place: &Place, image: &str, random: &mut fastrand::Rng) {
+    let commands: Vec<_> = std::iter::repeat_with(|| {
+        let (at, length) = (random.u64(..SIZE / 4096 - 64) * 4096, random.u64(1..48) * 4096);
+        let what = ["write -P 7", "write -z", "discard"][random.usize(..3)];
+        format!("{what} {at} {length}")
+    })
+    .take(12)
+    .collect();
+    let commands = commands.iter().flat_map(|command| ["-c", command.as_str()]);
+    let options = ["-f", "qcow2", "-d", "unmap"].into_iter();
+    let arguments: Vec<_> = options.chain(commands).chain([image]).collect();
+    place.run("qemu-io", &arguments);
+}
+
+#[test]
+fn what_is_called_a_hole_is_zeroes_through_all_layers() {
+    // Where the disk begins in the image's, which is no multiple of a cluster, and where the lowest file ends.
+    const OFFSET: u64 = 5 * 4096;
+    const BELOW: u64 = 3 * (SIZE / 4) + 512;
+    let (place, mut random) = (Place::new(), fastrand::Rng::with_seed(7));
+    for round in 0..6 {
+        let below = File::create(place.path("below")).unwrap();
+        below.set_len(BELOW).unwrap();
+        for _ in 0..12 {
+            below.write_all_at(&[5; 700], random.u64(..BELOW - 700)).unwrap();
+        }
+        place.create("middle", &["-o", "cluster_size=4096", "-b", "below", "-F", "raw"]);
+        place.create("image", &["-b", "middle", "-F", "qcow2"]);
+        change(&place, "middle", &mut random);
+        change(&place, "image", &mut random);
+        let layers = [("middle", ImageFormat::Qcow2), ("below", ImageFormat::Raw)];
+        let layers = layers.map(|(name, format)| (OwnedFd::from(place.file(name)), format));
+        let (image, size) = (OwnedFd::from(place.file("image")), SIZE - OFFSET);
+        let image = Qcow2Disk::open(image, layers.into(), OFFSET, size, true).unwrap();
+        let disk = Disk::new(size, true, None, DiskStorage::Qcow2(image), 1);
+        let (allocation, mut chain) = (disk.allocation(), disk.chain().unwrap());
+        let (mut at, mut holes) = (0, 0);
+        while at < size {
+            let extent = allocation.extent(at, size).unwrap();
+            assert!(extent.end > at && extent.end <= size, "{extent:?}");
+            if !extent.data {
+                let mut bytes = vec![1; (extent.end - at) as usize];
+                for (index, part) in bytes.chunks_mut(CLUSTER as usize).enumerate() {
+                    ask(&mut chain, Operation::Read, at + index as u64 * CLUSTER, part).unwrap();
+                }
+                let lost = bytes.iter().position(|byte| *byte != 0);
+                assert!(lost.is_none(), "round {round}: data {lost:?} bytes behind {at}");
+                holes += extent.end - at;
+            }
+            at = extent.end;
+        }
+        assert!((1..size).contains(&holes), "round {round}: {holes} bytes in holes");
+    }
+}
+
+#[test]
 fn a_disk_in_memory_is_served_sparse() {
     let place = Place::new();
     let filter = Filter::start(place.0.path(), 1 << 40, &json!({ "kind": "mem" }));

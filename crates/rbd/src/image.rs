@@ -22,6 +22,9 @@ use crate::parts::Parts;
 /// How many owners a lock may have: an exclusive one has one.
 const OWNERS_MAX: usize = 8;
 
+/// The largest object of an image, in bytes: librbd makes none of a higher order than 25.
+const OBJECT_MAX: u64 = 1 << 25;
+
 /// How a new image is stored.
 #[derive(Clone, Debug, Default)]
 pub struct Layout {
@@ -479,7 +482,13 @@ impl Image {
     /// The cluster's.
     pub fn extents(&self, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let mut found: Vec<Range<u64>> = Vec::new();
-        self.each_extent(within, |part| {
+        // Of a striped one each object is asked, and librbd says the right places.
+        let asked = if self.striped { within.clone() } else { from_an_object(&within) };
+        self.each_extent(asked, |part| {
+            let part = part.start.max(within.start)..part.end;
+            if part.is_empty() {
+                return ControlFlow::Continue(());
+            }
             match found.last_mut().filter(|last| last.end == part.start) {
                 Some(last) => last.end = part.end,
                 None => found.push(part),
@@ -537,6 +546,12 @@ impl Image {
     }
 }
 
+/// The same range from where an object begins, whatever the size of objects. Asked from within an object, librbd before Ceph 16.2.8 says that
+/// its data is further behind (tracker.ceph.com/issues/53784): a hole would be told where data is.
+fn from_an_object(within: &Range<u64>) -> Range<u64> {
+    within.start / OBJECT_MAX * OBJECT_MAX..within.end
+}
+
 /// Parts in the order of the image: objects that bytes go around are told one after the other.
 fn in_order(mut parts: Vec<Range<u64>>) -> Vec<Range<u64>> {
     parts.sort_unstable_by_key(|part| part.start);
@@ -591,6 +606,18 @@ mod tests {
         let told = vec![0..4, 8..12, 4..8, 20..24, 12..14];
         assert_eq!(in_order(told), [0..14, 20..24]);
         assert_eq!(in_order(Vec::new()), Vec::<Range<u64>>::new());
+    }
+
+    #[test]
+    fn extents_are_asked_for_from_the_beginning_of_an_object_of_any_size() {
+        for (within, expected) in [
+            (0..5, 0..5),
+            (7..OBJECT_MAX, 0..OBJECT_MAX),
+            (OBJECT_MAX..OBJECT_MAX + 1, OBJECT_MAX..OBJECT_MAX + 1),
+            (3 * OBJECT_MAX - 1..4 * OBJECT_MAX, 2 * OBJECT_MAX..4 * OBJECT_MAX),
+        ] {
+            assert_eq!(from_an_object(&within), expected, "{within:?}");
+        }
     }
 
     #[test]

@@ -52,7 +52,8 @@ pub trait Source {
     /// Why it cannot be read.
     type Error;
 
-    /// What is at `at`, which is below `end`, up to `end` at most. Nothing: the sink has there what it should have.
+    /// What is at `at`, which is below `end`, up to `end` at most. Nothing: the sink has there what it should have. Data is read up
+    /// to its end, however many pieces that takes, and not asked about again: a question may take longer than to read a piece.
     ///
     /// # Errors
     /// What there is cannot be told.
@@ -275,6 +276,8 @@ struct Walk<'a, S> {
     source: &'a mut S,
     at: u64,
     end: u64,
+    /// Up to where the source has called it data.
+    data: u64,
     /// The longest piece that is read.
     most: usize,
 }
@@ -283,7 +286,7 @@ impl<'a, S: Source> Walk<'a, S> {
     fn new(source: &'a mut S, range: &Range<u64>) -> Self {
         let length = range.end.saturating_sub(range.start);
         let most = usize::try_from(length).unwrap_or(PIECE).min(PIECE);
-        Self { source, at: range.start, end: range.end, most }
+        Self { source, at: range.start, end: range.end, data: range.start, most }
     }
 
     /// The next piece, in this buffer; none at the end. An error comes with its place.
@@ -292,10 +295,7 @@ impl<'a, S: Source> Walk<'a, S> {
         if at >= self.end {
             return Ok(None);
         }
-        let found = self.source.part(at, self.end).map_err(|error| (at, error))?;
-        // An empty part would be asked for again for ever; reading tells what is there.
-        let empty = OwnExtent { content: Own::Data, end: self.end };
-        let OwnExtent { content, end } = if found.end > at { found } else { empty };
+        let OwnExtent { content, end } = self.part(at)?;
         let most = if content == Own::Data { self.most as u64 } else { UNREAD_MAX };
         let end = end.min(self.end).min(at.saturating_add(most));
         if content == Own::Data {
@@ -304,6 +304,22 @@ impl<'a, S: Source> Walk<'a, S> {
         }
         self.at = end;
         Ok(Some(Piece { content, at, end, buffer }))
+    }
+
+    /// What is at `at`: the rest of what is known to be data, or what the source says.
+    fn part(&mut self, at: u64) -> Result<OwnExtent, (u64, S::Error)> {
+        if at < self.data {
+            return Ok(OwnExtent { content: Own::Data, end: self.data });
+        }
+        let found = self.source.part(at, self.end).map_err(|error| (at, error))?;
+        if found.end <= at {
+            // It would be asked for again for ever: a piece is read, which tells what is there. Behind that nothing is known.
+            return Ok(OwnExtent { content: Own::Data, end: self.end });
+        }
+        if found.content == Own::Data {
+            self.data = found.end;
+        }
+        Ok(found)
     }
 }
 

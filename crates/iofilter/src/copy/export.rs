@@ -6,8 +6,8 @@
 //!                                      luks2: both encrypted under the volume's own key
 //!                                      overlay: blocks with another sum than before
 //! ```
-//! Holes in the disk's own image are not even read. The file is flushed at the end, and is unfinished
-//! before that: the caller gives it its name only then.
+//! Holes of the disk are not even read. The file is flushed at the end, and is unfinished before that: the caller gives it its name only
+//! then.
 
 use std::convert::identity;
 use std::fs::File;
@@ -18,8 +18,9 @@ use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder};
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 
-use crate::copy::engine::{Engine, Progress, Sink, Source, UNIT, by_runs};
+use crate::copy::engine::{Engine, PIECE, Progress, Sink, Source, UNIT, by_runs};
 use crate::copy::sums::{self, Content, Sums, Unchanged};
+use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
 use crate::layers::crypt::CryptError;
@@ -27,7 +28,7 @@ use crate::stack::blocking;
 use crate::stack::chain::Chain;
 use crate::stack::request::{IoError, Operation};
 use crate::stack::stop::Stop;
-use crate::storage::extent::{Own, OwnExtent, raw_extent};
+use crate::storage::extent::{Extent, Own, OwnExtent};
 use crate::storage::file::{FileDisk, OpenError};
 
 /// Why an export failed.
@@ -187,17 +188,13 @@ impl Sink for Target {
     }
 }
 
-/// The disk's own image, where its holes are known to be zeroes: the file, and the offset of the disk in
-/// it.
-pub struct Sparse(pub File, pub u64);
-
-/// Writes all of the disk to `target`, and flushes.
+/// Writes all of the disk to `target`, and flushes. `allocation` says where the disk has holes.
 ///
 /// # Errors
 /// [`ExportError`]; the file's content is undefined then.
 pub fn run(
     chain: &mut Chain,
-    sparse: Option<&Sparse>,
+    allocation: &Allocation,
     target: &mut Target,
     mut sums: Option<&mut Sums>,
     state: &DiskState,
@@ -208,8 +205,10 @@ pub fn run(
     let unchanged = unchanged.map_err(ExportError::Sums)?.flatten();
     let unit = if sums.is_some() { sums::BLOCK } else { UNIT };
     // Sums note a hole, whatever it becomes.
-    let sparse = sparse.filter(|_| target.has_holes() || sums.is_some());
-    let mut disk = Exported { chain, sparse, unchanged, unit, state };
+    let notes_holes = target.has_holes() || sums.is_some();
+    let unknown = Allocation::Unknown;
+    let allocation = if notes_holes { allocation } else { &unknown };
+    let mut disk = Exported { chain, allocation, unchanged, hole: 0, unit, state };
     let engine = Engine { range: 0..total, pace: &mut state.paced(), stop, flushes: None };
     let mut report = |progress: Progress| {
         state.set(DiskActivity::Exporting { done: progress.done, total });
@@ -224,9 +223,11 @@ pub fn run(
 /// A disk that is read for an export.
 struct Exported<'a> {
     chain: &'a mut Chain,
-    /// Where its holes need not be read.
-    sparse: Option<&'a Sparse>,
+    /// Where its holes are, which need not be read.
+    allocation: &'a Allocation,
     unchanged: Option<Unchanged>,
+    /// Where the hole ends that was found last. The engine takes a long one part by part, and what is exported does not change.
+    hole: u64,
     /// The unit of holes.
     unit: u64,
     state: &'a DiskState,
@@ -244,10 +245,15 @@ impl Source for Exported<'_> {
         if same {
             return Ok(OwnExtent { content: Own::Nothing, end: until });
         }
-        Ok(match hole(self.sparse, at, end, self.unit).map_err(ExportError::Image)? {
-            Some(end) => OwnExtent { content: Own::Zeroes, end },
-            None => OwnExtent { content: Own::Data, end: until },
-        })
+        if at < self.hole {
+            return Ok(OwnExtent { content: Own::Zeroes, end: self.hole });
+        }
+        let found = self.allocation.extent(at, end).map_err(ExportError::Image)?;
+        let found = in_units(found, (at, end), until, self.unit);
+        if found.content == Own::Zeroes {
+            self.hole = found.end;
+        }
+        Ok(found)
     }
 
     fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
@@ -306,11 +312,16 @@ impl Sink for Summed<'_> {
     }
 }
 
-/// Where the hole at `at` ends, if there is one of at least a unit; a hole at the end of the disk may be shorter.
-fn hole(sparse: Option<&Sparse>, at: u64, total: u64, unit: u64) -> io::Result<Option<u64>> {
-    let Some(Sparse(file, offset)) = sparse else { return Ok(None) };
-    let extent = raw_extent(file, offset + at, offset + total)?;
-    let end = extent.end - offset;
-    let end = if end == total { end } else { end / unit * unit };
-    Ok((!extent.data && end > at).then_some(end))
+/// What was found at `at` of a disk that ends at `end`, in whole units: a hole of at least one, or data, up to `until` at most. A hole at the
+/// end of the disk may be shorter. Data has at least the length of a piece: what is shorter is read with the holes behind it.
+fn in_units(found: Extent, (at, end): (u64, u64), until: u64, unit: u64) -> OwnExtent {
+    let hole = if found.end == end { end } else { found.end / unit * unit };
+    if !found.data && hole > at {
+        return OwnExtent { content: Own::Zeroes, end: hole };
+    }
+    let whole = if found.data { found.end.next_multiple_of(unit) } else { at };
+    OwnExtent { content: Own::Data, end: whole.max(at + PIECE as u64).min(until) }
 }
+
+#[cfg(test)]
+mod tests;

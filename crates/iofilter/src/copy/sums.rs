@@ -179,7 +179,7 @@ mod tests {
     use vmseal_api::filter::Direct;
     use vmseal_qcow2::{Below, create_overlay};
 
-    use super::super::export::{self, Sparse, Target};
+    use super::super::export::{self, Target};
     use super::*;
     use crate::disk::status::DiskState;
     use crate::disk::{Disk, DiskStorage};
@@ -208,10 +208,10 @@ mod tests {
         let mut chain = disk.chain().unwrap();
         let written = File::create(directory.join(sums)).unwrap();
         let mut sums_of = Sums::new(written, except.map(open), changed.map(open)).unwrap();
-        let sparse = Sparse(open("disk"), 0);
         let (state, stop) =
             (DiskState::new(vmseal_api::id::DiskId::new(), 1), Stop::new().unwrap());
-        export::run(&mut chain, Some(&sparse), &mut target, Some(&mut sums_of), &state, &stop)
+        let allocation = disk.allocation();
+        export::run(&mut chain, &allocation, &mut target, Some(&mut sums_of), &state, &stop)
             .unwrap();
         let length = directory.join(sums).metadata().unwrap().len();
         assert_eq!(length, SIZE.div_ceil(BLOCK) * SUM_LEN as u64);

@@ -21,7 +21,8 @@ pub enum Allocation {
     Unknown,
     /// The holes of this file read as zeroes.
     File(FileDisk),
-    /// The clusters that this image has not allocated, or has marked as zeroes, read as zeroes.
+    /// The clusters that neither this image nor the files below it have allocated, or that are marked as zeroes, read as zeroes; so do holes
+    /// of a raw file below.
     Qcow2(Arc<Extents>),
 }
 

@@ -33,7 +33,7 @@ use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::transfer::ImageFormat;
 
 use crate::copy::export;
-use crate::copy::export::{ExportError, Sparse, Target};
+use crate::copy::export::{ExportError, Target};
 use crate::copy::import;
 use crate::copy::import::ImportError;
 use crate::copy::in_place::{InPlace, InPlaceError};
@@ -179,10 +179,9 @@ struct ImportSource {
     from: u64,
 }
 
-/// The target of an export, and where the disk's holes are.
+/// The target of an export, and the sums that it writes.
 struct ExportTarget {
     target: Target,
-    sparse: Option<Sparse>,
     sums: Option<Sums>,
 }
 
@@ -338,7 +337,7 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
             _ => None,
         })
     });
-    let OpenedStack { stack, sparse, files } = opened?;
+    let OpenedStack { stack, files } = opened?;
     let import = match &config.import {
         Some(ImportSpec { source, format, from }) => {
             let file = handles.file(source, false).map_err(named("the image to import"))?;
@@ -350,11 +349,10 @@ fn prepare(config: &DiskConfig, handles: &mut Handles, all: usize) -> Result<Pre
         Some(spec) => Some(layer_to_merge(config, spec, (stack.storage(), zeroes), handles)?),
         None => None,
     };
-    let sparse = sparse.filter(|_| zeroes);
     let export = match &config.export {
         Some(spec) => {
             let target = target(config, spec, handles)?;
-            Some(ExportTarget { target, sparse, sums: sums(config, spec, handles)? })
+            Some(ExportTarget { target, sums: sums(config, spec, handles)? })
         }
         None => None,
     };
@@ -659,8 +657,9 @@ impl Prepared {
             state.set(DiskActivity::Idle);
         }
         if let (Some(mut export), Some(chain)) = (self.export.take(), self.chains.first_mut()) {
-            let ExportTarget { target, sparse, sums } = &mut export;
-            export::run(chain, sparse.as_ref(), target, sums.as_mut(), state, stop)
+            let (ExportTarget { target, sums }, allocation) =
+                (&mut export, self.served.allocation.get());
+            export::run(chain, &allocation, target, sums.as_mut(), state, stop)
                 .map_err(|error| error.to_string())?;
             tracing::info!("the disk is exported and flushed");
             state.set(DiskActivity::Idle);

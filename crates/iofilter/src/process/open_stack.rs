@@ -7,7 +7,6 @@ use std::sync::Arc;
 use vmseal_api::filter::{BackendSpec, BackingSpec, FilterSpec, StackSpec};
 use vmseal_api::id::DiskId;
 
-use crate::copy::export::Sparse;
 use crate::disk::Encryption;
 use crate::handle::Handles;
 use crate::layers;
@@ -41,8 +40,6 @@ pub(super) struct WantedStack<'a> {
 /// A stack that is open.
 pub(super) struct OpenedStack {
     pub stack: Stack,
-    /// Where its holes are, if that is known.
-    pub sparse: Option<Sparse>,
     /// Its files, the one that is written first.
     pub files: Vec<Arc<OwnedFd>>,
 }
@@ -56,7 +53,7 @@ pub(super) fn open(
     handles: &mut Handles,
     mut copying: impl FnMut(&FilterSpec, &DiskStorage, &mut Handles) -> CopyingLayer,
 ) -> Result<OpenedStack, StartError> {
-    let StoredDisk { storage, sparse, files } = storage(wanted, handles)?;
+    let StoredDisk { storage, files } = storage(wanted, handles)?;
     let mut of = |link: &FilterSpec| -> CopyingLayer {
         Ok(match link {
             FilterSpec::Crypt { key, holes } => {
@@ -76,7 +73,7 @@ pub(super) fn open(
     };
     let layers = wanted.chain.iter().filter_map(|link| of(link).transpose());
     let layers = layers.collect::<Result<Vec<_>, _>>()?;
-    Ok(OpenedStack { stack: Stack::new(layers, storage, wanted.size), sparse, files })
+    Ok(OpenedStack { stack: Stack::new(layers, storage, wanted.size), files })
 }
 
 /// A stack that has no legs: the configuration's check lets none through.
@@ -104,7 +101,6 @@ pub(super) fn leg(
 /// Where a stack is stored, open.
 struct StoredDisk {
     storage: DiskStorage,
-    sparse: Option<Sparse>,
     files: Vec<Arc<OwnedFd>>,
 }
 
@@ -129,7 +125,6 @@ fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk,
             let channel = channel.as_ref().map(|channel| handles.packets(channel)).transpose();
             let channel = channel.map_err(named("the channel to vmseal-rbd of "))?;
             let channel = channel.and_then(|socket| connection(disk, socket, &fd));
-            let sparse = Some(Sparse(fd.try_clone()?.into(), *offset));
             let files = vec![fd.try_clone()?.into()];
             let file = FileDisk::open(fd, *offset, size, *direct, read_only);
             let mut file = file.map_err(|error| StartError::Open { disk, what, error })?;
@@ -139,7 +134,7 @@ fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk,
             if let Some(channel) = channel {
                 file = file.with_channel(channel.into());
             }
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse, files })
+            Ok(StoredDisk { storage: DiskStorage::File(file), files })
         }
         BackendSpec::Qcow2 { file, backing, offset, lock } => {
             let fd = handles.image(file, !read_only).map_err(named(""))?;
@@ -156,7 +151,7 @@ fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk,
             }
             let image = Qcow2Disk::open(fd, below, *offset, size, read_only);
             let image = image.map_err(|error| StartError::Image { disk, what, error })?;
-            Ok(StoredDisk { storage: DiskStorage::Qcow2(image), sparse: None, files })
+            Ok(StoredDisk { storage: DiskStorage::Qcow2(image), files })
         }
         BackendSpec::Nbd { sockets, export, offset } => {
             let connected = sockets.iter().map(|socket| handles.stream(socket));
@@ -164,12 +159,12 @@ fn storage(wanted: WantedStack<'_>, handles: &mut Handles) -> Result<StoredDisk,
             let connected = connected.map_err(named("a connection to the NBD server with "))?;
             let export = NbdDisk::open(connected, export, *offset, size, read_only);
             let export = export.map_err(|error| StartError::Nbd { disk, what, error })?;
-            Ok(StoredDisk { storage: DiskStorage::Nbd(export), sparse: None, files: Vec::new() })
+            Ok(StoredDisk { storage: DiskStorage::Nbd(export), files: Vec::new() })
         }
         BackendSpec::Mem {} => {
             let file = FileDisk::in_memory(size);
             let file = file.map_err(|error| StartError::Open { disk, what, error })?;
-            Ok(StoredDisk { storage: DiskStorage::File(file), sparse: None, files: Vec::new() })
+            Ok(StoredDisk { storage: DiskStorage::File(file), files: Vec::new() })
         }
     }
 }

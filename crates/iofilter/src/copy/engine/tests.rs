@@ -19,12 +19,14 @@ struct Ones {
     zeroes: Vec<u64>,
     fails_at: Option<u64>,
     reads: Arc<AtomicUsize>,
+    questions: Arc<AtomicUsize>,
 }
 
 impl Source for Ones {
     type Error = &'static str;
 
     fn part(&mut self, at: u64, end: u64) -> Result<OwnExtent, Self::Error> {
+        self.questions.fetch_add(1, Ordering::Relaxed);
         let content =
             self.parts.range(..=at).next_back().map_or(Own::Data, |(_, content)| *content);
         let next = self.parts.range(at + 1..).next().map_or(end, |(next, _)| *next);
@@ -150,6 +152,24 @@ fn zeroes_are_not_written_and_what_is_not_data_is_not_read() {
             Did::Flushed,
         ];
         assert_eq!(did, expected);
+    });
+}
+
+#[test]
+fn what_is_data_is_asked_about_once_however_long_it_is() {
+    let (questions, hole) = (Arc::new(AtomicUsize::new(0)), 5 * PIECE_BYTES + UNIT);
+    let data = hole + UNIT;
+    let source = || Ones {
+        parts: [(hole, Own::Zeroes), (data, Own::Data)].into(),
+        // Reading there would fail.
+        fails_at: Some(hole),
+        questions: Arc::clone(&questions),
+        ..Ones::default()
+    };
+    both(0..data + 2 * PIECE_BYTES, source, None, |copied, did| {
+        copied.unwrap();
+        assert_eq!(did.len(), 6 + 1 + 2 + 1, "{did:?}");
+        assert_eq!(questions.swap(0, Ordering::Relaxed), 3, "data, a hole, and data");
     });
 }
 

@@ -70,6 +70,15 @@ pub(super) struct Qcow2Image {
     known: Arc<KnownClusters>,
 }
 
+/// What is at a place of the disk, without a look into a raw file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Found {
+    /// Zeroes or data.
+    pub(super) extent: Extent,
+    /// Where the data begins in the raw file, if it is in that.
+    pub(super) in_raw: Option<u64>,
+}
+
 /// What is at the target of a write.
 enum Old {
     /// A cluster of the image itself, at this offset.
@@ -207,12 +216,22 @@ impl Qcow2Image {
         outcome
     }
 
-    /// The content at `offset` of the disk, `length` bytes at most: zeroes that need no reading, or data.
-    pub(super) fn extent(&mut self, offset: u64, length: u64) -> Result<Extent, IoError> {
+    /// The content at `offset` of the disk, `length` bytes at most: zeroes that need no reading, or data. Of what is in a raw file below,
+    /// also where: it may be a hole there.
+    pub(super) fn extent(&mut self, offset: u64, length: u64) -> Result<Found, IoError> {
         let (mapping, run) = self.mapping(self.offset + offset, length)?;
         let data = !matches!(mapping, Mapping::Zero { .. } | Mapping::Eof { .. });
+        let in_raw = match &mapping {
+            Mapping::Raw { storage, offset, .. } if self.is_raw_below(storage) => Some(*offset),
+            _ => None,
+        };
         self.trim()?;
-        Ok(Extent { data, end: offset + run })
+        Ok(Found { extent: Extent { data, end: offset + run }, in_raw })
+    }
+
+    /// Whether this is a raw file below all others: those who look for its holes look in that one.
+    fn is_raw_below(&self, file: &ImageFile) -> bool {
+        file.is_raw() && self.layers.last().is_some_and(|lowest| lowest.is(file))
     }
 
     /// What the image itself has at `offset` of the disk, without the files below it, `length` bytes at most.

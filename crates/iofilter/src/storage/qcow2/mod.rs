@@ -194,7 +194,7 @@ impl Qcow2Disk {
     /// # Errors
     /// The system refuses a descriptor.
     pub fn extents(&self) -> io::Result<Extents> {
-        self.worker.extents()
+        self.worker.extents(self.files.last().filter(|file| file.is_raw()).cloned())
     }
 
     /// Makes the data durable that is in the file, beside the queues.

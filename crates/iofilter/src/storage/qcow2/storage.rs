@@ -18,6 +18,7 @@ use vmseal_qcow2::Layout;
 
 use crate::stack::memory::{Cursor, Segment, Segments};
 use crate::stack::request::IoError;
+use crate::storage::extent::{Extent, raw_extent};
 use crate::storage::file::{past_page_cache, takes_rings};
 use crate::storage::statx::length_here;
 use crate::storage::sync;
@@ -175,6 +176,19 @@ impl ImageFile {
     /// Whether both are the same file.
     pub(super) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Whether it is a raw file: its holes are zeroes.
+    pub(super) fn is_raw(&self) -> bool {
+        self.0.cluster == 1
+    }
+
+    /// The hole or the data at `at` of a raw file, which is below `end`, up to `end` at most.
+    ///
+    /// # Errors
+    /// As [`raw_extent`].
+    pub(super) fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
+        raw_extent(&self.0.target.fd, at, end)
     }
 
     /// How long the file is, in bytes.

@@ -10,6 +10,7 @@
 //! done one after the other, in the order of their arrival ([`super::exchange`]). The first request
 //! starts the thread: a queue's thread does so, and it gets that one's restrictions ([`crate::process::confinement`]).
 
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -20,7 +21,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::exchange::{End, Event, Exchange, Job, Work};
-use super::image::Qcow2Image;
+use super::image::{Found, Qcow2Image};
 use super::known::KnownClusters;
 use super::storage::ImageFile;
 use crate::stack::chain::{Io, Storage};
@@ -41,7 +42,7 @@ enum ImageQuery {
     /// Do this.
     Operation(Operation),
     /// What is there; and the answer.
-    Extent(Option<Extent>),
+    Extent(Option<Found>),
     /// What the image itself has there; and the answer.
     Own(Option<OwnExtent>),
     /// Leave it in its file as if it were closed.
@@ -131,7 +132,7 @@ fn do_batch(image: &mut Qcow2Image, batch: &mut [Job<ImageOwner>]) {
                 image.perform(*operation, (*offset, *length), data, places)
             }
             ImageQuery::Extent(found) => {
-                image.extent(*offset, *length).map(|extent| *found = Some(extent))
+                image.extent(*offset, *length).map(|there| *found = Some(there))
             }
             ImageQuery::Own(found) => {
                 image.own(*offset, *length).map(|extent| *found = Some(extent))
@@ -208,18 +209,23 @@ impl ImageWorker {
         })
     }
 
-    /// For callers that ask where the disk's zeroes are, and may sleep.
-    pub(super) fn extents(&self) -> io::Result<Extents> {
+    /// For callers that ask where the disk's zeroes are, and may sleep. `raw` is the file below all others, if it is a raw one.
+    pub(super) fn extents(&self, raw: Option<ImageFile>) -> io::Result<Extents> {
         let id = Requests::new(1).take().ok_or(io::ErrorKind::Other)?;
-        Ok(Extents { end: Mutex::new(self.exchange.end(Waker::new()?)), id })
+        let end = Mutex::new(self.exchange.end(Waker::new()?));
+        Ok(Extents { end, id, raw, data: Mutex::new(0..0) })
     }
 }
 
-/// Finds an image's zeroes: asks its thread, one question at a time.
+/// Finds an image's zeroes: asks its thread, one question at a time. Holes of a raw file below it are looked for by who asks: where
+/// a network has the file, that takes long, and guests wait for the thread.
 pub struct Extents {
     end: Mutex<End<ImageOwner>>,
     /// The only request there is.
     id: RequestId,
+    raw: Option<ImageFile>,
+    /// The data of that file that was found last: many small clusters of layers may lie over it. If there is a hole by now, it is read.
+    data: Mutex<Range<u64>>,
 }
 
 impl fmt::Debug for Extents {
@@ -234,10 +240,27 @@ impl Extents {
     /// # Errors
     /// [`IoError`] of the image's tables, in an error of the kind `Other`; or a system error.
     pub fn extent(&self, at: u64, end: u64) -> io::Result<Extent> {
-        match self.ask(ImageQuery::Extent(None), at, end)? {
-            ImageQuery::Extent(Some(extent)) => Ok(extent),
-            _ => Err(io::ErrorKind::Other.into()),
+        let ImageQuery::Extent(Some(found)) = self.ask(ImageQuery::Extent(None), at, end)? else {
+            return Err(io::ErrorKind::Other.into());
+        };
+        let Some((raw, place)) = self.raw.as_ref().zip(found.in_raw) else {
+            return Ok(found.extent);
+        };
+        let there = self.in_raw(raw, place, place + (found.extent.end - at))?;
+        Ok(Extent { data: there.data, end: at + (there.end - place) })
+    }
+
+    /// What the raw file has at `place`, up to `end` at most. Data is remembered, and a hole is not: it may get data.
+    fn in_raw(&self, raw: &ImageFile, place: u64, end: u64) -> io::Result<Extent> {
+        let known = self.data.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if known.contains(&place) {
+            return Ok(Extent { data: true, end: known.end.min(end) });
         }
+        let found = raw.extent(place, raw.length().max(end))?;
+        if found.data {
+            *self.data.lock().unwrap_or_else(PoisonError::into_inner) = place..found.end;
+        }
+        Ok(Extent { end: found.end.min(end), ..found })
     }
 
     /// What the image itself has at `at`, without the files below it, up to `end` at most.
