@@ -19,7 +19,7 @@ use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
 use vmseal_tests::process::Process;
 use vmseal_tests::scan::contains;
-use vmseal_tests::two_hosts::{FILTER, QEMU};
+use vmseal_tests::two_hosts::{FILTER, QEMU, SWTPM};
 
 const VM: &str = "web";
 
@@ -278,7 +278,7 @@ impl Devices {
 
     /// How many processes of these programs the VM has.
     fn processes(&self) -> [usize; 3] {
-        [QEMU, FILTER, "swtpm"].map(|name| self.here.processes_of(VM, name).unwrap().len())
+        [QEMU, FILTER, SWTPM].map(|name| self.here.processes_of(VM, name).unwrap().len())
     }
 
     /// The VM runs, once, with what serves its disks, its TPM and its card.
@@ -290,9 +290,9 @@ impl Devices {
         TcpStream::connect(("127.0.0.1", u16::try_from(port).unwrap())).unwrap();
     }
 
-    /// The VM is off, and nothing of its guest is left.
+    /// The VM is off, and nothing of its guest is left. Where it had ended before its stop, that may be shown a moment later.
     fn has_ended(&self) {
-        assert!(!self.runs());
+        self.here.wait_power(VM, "off").unwrap();
         let ended = || (self.processes() == [0; 3]).then_some(());
         eventually("nothing runs for the VM", ended).unwrap();
     }

@@ -148,7 +148,8 @@ fn starts_from_the_network_by_e1000e(here: &Installation, vm: &str) {
     here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
 }
 
-/// An agent that is not root makes no taps, and a card `user` needs none. The VM is off, and has a card `lan` on a bridge and a card `out`.
+/// An agent that is not root makes no taps, and a card `user` needs none. The VM is off, and has a card `lan` on a bridge before a card
+/// `user`.
 fn is_reached_without_root(here: &mut Installation, vm: &str) {
     here.kill_agent();
     if !here.start_agent_as_user().unwrap() {

@@ -9,7 +9,7 @@ use vmseal_api::request::{CloudInit, CreateNic, CreateVm, SetVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use crate::services::{Caller, Services, create_vm, guest, set_vm, vm_devices};
-use crate::store::vms;
+use crate::store::{nics, vms};
 use crate::testing::Fixture;
 
 /// What agents lack, each beside what they lacked before, and what is said of it. That they know nothing of hardware comes last: it is
@@ -89,7 +89,7 @@ async fn asked(
 #[tokio::test]
 async fn what_an_older_agent_does_not_know_is_refused_by_name_and_nothing_is_made() {
     let fixture = Fixture::new().await;
-    fixture.running("runs").await;
+    let runs = fixture.running("runs").await;
     let services = fixture.services(Recipient::generate().unwrap());
     for (feature, _) in LACKED {
         for (_, answer) in asked(&services, feature, true).await {
@@ -118,4 +118,6 @@ async fn what_an_older_agent_does_not_know_is_refused_by_name_and_nothing_is_mad
     }
     let mut read = fixture.store.read().await.unwrap();
     assert!(vms::find(&mut read, "web").await.unwrap().is_none());
+    assert!(nics::of_vm(&mut read, runs).await.unwrap().is_empty());
+    assert!(vms::get(&mut read, runs).await.unwrap().unwrap().hardware.is_usual());
 }
