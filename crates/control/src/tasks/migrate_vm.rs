@@ -42,6 +42,7 @@ use vmseal_secret::{SecretBytes, sealed_box};
 
 use self::cause::{OtherHostWait, Said, Verdict, at_destination, at_source, judge};
 pub(crate) use self::reach::reachable;
+pub(super) use self::undecided::{is_given_up, lost};
 use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};

@@ -9,7 +9,7 @@
 //! ```
 //! The source's control plane decides whether the guest goes on there or here, until it has asked for the switch. From then on
 //! this task decides, and the other side asks until it is told. It is told that the guest does not run here only where the host
-//! has said that it does not, and never will.
+//! has said that it does not, and never will; or where an operator says so of a host that has rebooted since the guest ran there.
 
 mod at_rest;
 
@@ -27,6 +27,7 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::create_vm::{make_key, remove_rows, unmake_key};
+use super::migrate_vm::{is_given_up, lost};
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -197,7 +198,11 @@ async fn forget(run: &Run<'_>) -> Result<(), StepError> {
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let agent = run.hosts().agent(host)?;
     let job = job_of(run).await?;
-    absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
+    match agent.cancel_job(run.vm_id, run.task.id, job).await {
+        // Copies that its guest has run on stay there as files.
+        Err(problem) if problem.code == ErrorCode::WrongState && is_given_up(run).await? => {}
+        cancelled => absent_is_fine(cancelled)?,
+    }
     absent_is_fine(agent.unregister_vm(run.vm_id).await)
 }
 
@@ -290,13 +295,28 @@ async fn newer(
 
 /// Has the host give the guest up, unless it runs there.
 async fn give_up(run: &Run<'_>, agent: &dyn HostAgent) -> Result<Verdict, StepError> {
-    let job = job_of(run).await?;
-    match agent.cancel_job(run.vm_id, run.task.id, job).await {
-        Ok(()) => Ok(Verdict::DoesNot),
-        Err(problem) if problem.code == ErrorCode::NotFound => Ok(Verdict::DoesNot),
-        Err(problem) if problem.code == ErrorCode::WrongState => Ok(Verdict::Runs),
+    let ((host, _), job) = (place(run)?, job_of(run).await?);
+    let refusal = match agent.cancel_job(run.vm_id, run.task.id, job).await {
+        Ok(()) => return Ok(Verdict::DoesNot),
+        Err(problem) => problem,
+    };
+    match refusal.code {
+        ErrorCode::NotFound => Ok(Verdict::DoesNot),
+        // No guest is lost of one that is off: its disks are here, whether or not its host knows it.
+        ErrorCode::WrongState if run.task.operation.is_at_rest() => Ok(Verdict::Runs),
+        ErrorCode::WrongState => match lost(run, host, &refusal).await.map_err(StepError::Again)? {
+            None => Ok(Verdict::Runs),
+            Some(_) if is_given_up(run).await? => Ok(Verdict::DoesNot),
+            Some(problem) => {
+                let advice = format!(
+                    "If what it has done there may be lost, have the VM go on where it comes from, as it was when it was sent: vmseal task cancel {} --force",
+                    run.task.id
+                );
+                Err(StepError::Again(problem).about(|known| format!("{known}. {advice}")))
+            }
+        },
         // It is not decided: the host is asked again.
-        Err(problem) => Err(StepError::Again(problem)),
+        _ => Err(StepError::Again(refusal)),
     }
 }
 
