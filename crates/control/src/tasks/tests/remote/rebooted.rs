@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use vmseal_api::host::{Fence, HostAgent};
+
 use super::*;
-use crate::store::hosts;
+use crate::store::{hosts, placements};
 use crate::tasks::tests::migrate::files;
 
 /// Much longer than a step is retried here.
@@ -27,7 +29,7 @@ async fn a_host_there_that_reboots_after_the_guest_ran_leaves_the_decision_to_an
     two.east.hosts.add(&found.unwrap().unwrap()).unwrap();
     let told = async || {
         let waiting = two.east.engine.shown(&two.east.task(arrival).await).waiting?;
-        let known = connected() && waiting.detail.contains("it has restarted since");
+        let known = connected() && waiting.detail.contains("or its agent has restarted");
         known.then_some(waiting.detail)
     };
     let told = two.east.eventually("it says what is known", told).await;
@@ -45,6 +47,9 @@ async fn a_host_there_that_reboots_after_the_guest_ran_leaves_the_decision_to_an
     assert!(two.west.agent.runs(two.vm), "it stands still");
     assert!(two.east.vm(two.vm).await.is_none(), "its row is left");
     assert!(!files(&two.east.agent, two.vm).is_empty(), "what it has done there is removed");
+    let next = placements::next_generation(&mut two.west.store.read().await.unwrap(), two.vm).await;
+    let taken = two.east.agent.lease(two.vm).unwrap();
+    assert!(next.unwrap() > taken, "the copies there count as those of a next migration");
 }
 
 /// The lease is taken when the host is asked, and not before: no operator is needed.
@@ -57,4 +62,21 @@ async fn a_host_there_that_loses_the_guest_before_it_takes_it_over_says_that_it_
     assert_eq!(two.west.ended(task).await.state, TaskState::Failed);
     assert_eq!(two.east.ended(arrival).await.state, TaskState::Failed);
     two.assert_stays("it was not taken over").await;
+}
+
+/// Its lease, as late as this migration, says nothing of this one: a source of an earlier version comes with the same generation again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_arrival_that_finds_copies_of_an_earlier_one_is_refused_and_undone() {
+    let two = Two::new().await;
+    let vm = two.west.agent.runs_with(two.vm).unwrap();
+    two.east.agent.fence_vm(Fence { vm, generation: 1000 }).await.unwrap();
+    let (task, arrival) = two.begin().await;
+    let ended = two.west.ended(task).await;
+    assert_eq!(ended.state, TaskState::Failed, "{:?}", ended.problem);
+    let problem = ended.problem.unwrap();
+    assert!(problem.detail.contains("with its copied disks"), "{problem}");
+    let ended = two.east.ended(arrival).await;
+    let undone = [TaskState::Cancelled, TaskState::Failed];
+    assert!(undone.contains(&ended.state), "{:?} {:?}", ended.state, ended.problem);
+    two.assert_stays("refused").await;
 }
