@@ -375,7 +375,7 @@ pub enum Operation {
         /// Whether memory is compressed where that is faster.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         compresses: bool,
-        /// Whether an operator has said that the other host is gone for good: its answer is not waited for.
+        /// Whether an operator has said that the other host is gone for good, or has lost the guest: its answer is not waited for.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         given_up: bool,
     },

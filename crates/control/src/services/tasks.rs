@@ -44,7 +44,7 @@ pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<Task
 }
 
 /// Cancels a task: it stops and undoes what it has done. With `force` a migration that waits for its other host does not wait any more: an
-/// operator says that the host is gone for good.
+/// operator says that the host is gone for good, or that what the guest did there until it restarted may be lost.
 pub async fn cancel(
     services: &Services,
     caller: &Caller,
@@ -83,7 +83,7 @@ async fn give_up(
             Operation::ReceiveVm { .. } => (
                 vec![format!("have VM '{vm}' go on at the control plane that it comes from")],
                 format!(
-                    "host '{name}' has restarted since VM '{vm}' was sent to it: what the VM has done there until then is lost. The copies of its disks stay there as files, and their key is destroyed"
+                    "host '{name}', or its agent, has restarted since VM '{vm}' was sent to it: what the VM has done there until then is lost. The copies of its disks stay there as files, and their key is destroyed"
                 ),
             ),
             _ => (

@@ -20,6 +20,7 @@ use vmseal_api::transfer::Progress;
 use super::beside;
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
+use super::migrate_vm::is_lost;
 use super::migrate_vm::watched::migrated;
 use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
@@ -273,17 +274,17 @@ impl Engine {
     }
 
     /// Refuses to give up a host that answers and has the VM: it decides. One that has rebooted, and cannot look at the datastore of its
-    /// copies, does not have the VM.
+    /// copies, does not have the VM; nor does one whose agent knows only that the guest has ended.
     async fn require_undecided(&self, task: &Task, host: &Host) -> Result<(), Problem> {
         let Ok(agent) = self.environment.context.hosts.connected(host.id) else {
             return require_inventory_keeps(task, host);
         };
         let state = agent.state_now().await?;
-        if state.vms.iter().all(|seen| Some(seen.vm) != task.operation.vm()) {
+        if is_lost(state.vms.iter().find(|seen| Some(seen.vm) == task.operation.vm())) {
             return Ok(());
         }
         let what = format!(
-            "host '{}' answers, and knows whether the guest runs there: cancel the task without --force",
+            "host '{}' answers, and knows whether the guest runs there: wait for the task, or cancel it without --force",
             host.name
         );
         Err(Problem::new(ErrorCode::WrongState, what))
@@ -298,7 +299,7 @@ impl Engine {
             Operation::MigrateVm { to, given_up, .. } => (*to, given_up),
             Operation::ReceiveVm { host, at_rest: false, given_up, .. } => (*host, given_up),
             _ => {
-                let what = "only a migration to another host is cancelled by force. Where a VM is on its way to another control plane that is gone for good, remove that by force (vmseal remote remove NAME --force)";
+                let what = "only a migration to another host is cancelled by force, of a guest that runs. Where it is on its way to another control plane, and its host there has restarted since, cancel the task there by force; where that control plane is gone for good, remove it by force (vmseal remote remove NAME --force)";
                 return Err(refused(what.to_owned()));
             }
         };

@@ -6,7 +6,7 @@
 //! word of an operator ([`crate::operation::Operation::MigrateVm`], `given_up`). A destination that has rebooted after its guest ran says
 //! that it has taken the copies over, and that it has no such VM: that decides nothing.
 
-use vmseal_api::host::JobSpec;
+use vmseal_api::host::{JobSpec, Power, VmState};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -60,7 +60,7 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Answer {
         Ok(()) => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::NotFound => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::WrongState => {
-            match lost(run, ends.to, &problem).await {
+            match lost(run, ends.to, &problem, !checked.copies.is_empty()).await {
                 Ok(None) => Answer::Runs,
                 Ok(Some(lost)) => Answer::Unknown(lost),
                 Err(silence) => Answer::Unknown(silence),
@@ -71,21 +71,36 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Answer {
 }
 
 /// Why a host that has refused to give a guest up does not run it all the same: it does not list the VM. It has rebooted since the guest
-/// ran there, or, of an earlier version, has rebooted without the datastore of its copies. None where it has the VM.
+/// ran there, or, of an earlier version, has rebooted without the datastore of its copies. With `copies` also one whose agent says only that
+/// the guest has ended ([`is_lost`]). None where it has the VM.
 pub(in crate::tasks) async fn lost(
     run: &Run<'_>,
     host: HostId,
     refusal: &Problem,
+    copies: bool,
 ) -> Result<Option<Problem>, Problem> {
     let state = run.host_state(host, None).await?;
-    if state_of(&state, run.vm_id).is_some() {
+    let seen = state_of(&state, run.vm_id);
+    if seen.is_some() && !(copies && is_lost(seen)) {
         return Ok(None);
     }
+    let Problem { code, detail, .. } = ended(run);
+    Ok(Some(Problem::new(code, format!("{detail}. The host says: {}", refusal.detail))))
+}
+
+/// Whether a host that a guest was sent to with copies of its disks does not run it, and does not say what was made of these: it was rebooted,
+/// or its agent has restarted since the guest has ended.
+pub(in crate::tasks) fn is_lost(seen: Option<&VmState>) -> bool {
+    seen.is_none_or(|seen| seen.power == Power::Off && seen.disks.is_empty())
+}
+
+/// What is known of a guest that such a host has lost.
+pub(in crate::tasks) fn ended(run: &Run<'_>) -> Problem {
     let detail = format!(
-        "the host that VM '{}' was sent to answers, and does not have the VM: it has restarted since. Its guest may have run there until then, and written to its disks there. The host says: {}",
-        run.task.target, refusal.detail
+        "the host that VM '{}' was sent to answers, and does not run it: the host or its agent has restarted since. The guest may have run there until then, and written to its disks there",
+        run.task.target
     );
-    Ok(Some(Problem::new(ErrorCode::WrongState, detail)))
+    Problem::new(ErrorCode::WrongState, detail)
 }
 
 /// Whether [`give_up`] has been recorded, by a server that has ended since: the destination is not asked any more. It may say that the

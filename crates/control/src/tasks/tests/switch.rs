@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::host::StopReason;
 use vmseal_api::id::{HostId, TaskId};
 use vmseal_secret::sealed_box::Recipient;
 
@@ -116,12 +117,12 @@ impl Bench {
         self.fixture.hosts.add(&found.unwrap().unwrap()).unwrap();
     }
 
-    /// What the task shows while it is undone, and its other host answers and has no such VM.
+    /// What the task shows while its other host answers and does not run the guest.
     async fn says_restarted(&self) -> Option<String> {
         let shown = self.fixture.engine.shown(&self.fixture.task(self.task).await);
-        let waiting = shown.waiting.filter(|_| shown.state == TaskState::RollingBack)?;
+        let waiting = shown.waiting?;
         let known = waiting.name == OTHER_HOST
-            && waiting.detail.contains("does not have the VM: it has restarted since");
+            && waiting.detail.contains("does not run it: the host or its agent has restarted");
         known.then_some(waiting.detail)
     }
 
@@ -313,6 +314,35 @@ async fn a_host_that_reboots_after_the_guest_ran_there_leaves_the_decision_to_an
         assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host, "{what}");
         assert!(fixture.agent.runs(vm), "{what}: it stands still");
         assert!(!files(&bench.there, vm).is_empty(), "{what}: what it has done there is removed");
+    }
+}
+
+/// Its agent knows of the guest's end alone, and not any more what was made of the disks for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_where_the_guest_ended_before_its_agent_restarted_leaves_the_decision_to_an_operator()
+ {
+    for cancelled in [false, true] {
+        let what = format!("the guest ended, cancelled before: {cancelled}");
+        let bench = Bench::new(Disks::Copied, Silent::After, &what).await;
+        if cancelled {
+            bench.cancel().await;
+        }
+        bench.there.stop_guest(bench.vm, StopReason::QemuDied);
+        bench.there.restart();
+        assert!(bench.there.registered().contains(&bench.vm), "its agent does not know of the end");
+        bench.come_back().await;
+        let told = async || bench.says_restarted().await;
+        let told = bench.fixture.eventually("it says what is known", told).await;
+        assert!(told.contains(&format!("vmseal task cancel {} --force", bench.task)), "{told}");
+        tokio::time::sleep(AWAY).await;
+        let (fixture, vm, what) = (&bench.fixture, bench.vm, &bench.what);
+        assert!(fixture.task(bench.task).await.ended.is_none(), "{what}: it was decided");
+        assert!(!fixture.agent.runs(vm), "{what}: what it has done there is lost");
+        fixture.engine.give_up(&bench.id(), "me").await.unwrap();
+        let ended = fixture.ended(bench.task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
+        assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host, "{what}");
+        assert!(fixture.agent.runs(vm), "{what}: it stands still");
     }
 }
 
