@@ -375,7 +375,7 @@ pub enum Operation {
         /// Whether memory is compressed where that is faster.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         compresses: bool,
-        /// Whether an operator has said that the other host is gone for good: its answer is not waited for.
+        /// Whether an operator has said that the other host is gone for good, or has lost the guest: its answer is not waited for.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         given_up: bool,
     },
@@ -430,6 +430,9 @@ pub enum Operation {
         /// Whether it is suspended: the memory of its guest comes with its disks. Then it is at rest, too.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         suspended: bool,
+        /// Whether an operator has said that what its guest has done here until the host rebooted may be lost.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        given_up: bool,
     },
     /// Gives a VM that is off or suspended to another host, which has all of its datastores.
     ChangeHost {

@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 
 use vmseal_api::host::{
-    Departure, DisksSent, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob, SealingWork,
-    SendJob, StopReason, VmSpec,
+    ArrivingCopies, Departure, DisksSent, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob,
+    SealingWork, SendJob, StopReason, VmSpec,
 };
 use vmseal_api::id::{DiskId, TaskId, VmId};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -114,12 +114,10 @@ fn sent_of_copies(vm: &VmSpec, job: Option<&JobSpec>) -> Option<DisksSent> {
     (!copies.is_empty()).then_some(sent)
 }
 
-/// The generation of a VM's placement here, where a job receives it and it is off; and whether it is suspended.
-fn of_one_at_rest(job: Option<&JobSpec>) -> Option<(u64, bool)> {
+/// The copies that a job makes of a VM's disks.
+fn copies_of(job: Option<&JobSpec>) -> Option<&ArrivingCopies> {
     match job {
-        Some(JobSpec::Receive(ReceiveJob { copies: Some(copies), .. })) => {
-            copies.at_rest.then_some((copies.generation, copies.suspended))
-        }
+        Some(JobSpec::Receive(ReceiveJob { copies, .. })) => copies.as_ref(),
         _ => None,
     }
 }
@@ -244,7 +242,10 @@ impl Inside {
             return Err(rules::wrong_state(&known.spec, rules::NOT_READY_TO_COMMIT));
         }
         known.receiving = false;
-        if let Some((generation, suspended)) = of_one_at_rest(known.jobs.spec(task)) {
+        let copies = copies_of(known.jobs.spec(task));
+        let taken = copies.map(|copies| copies.generation);
+        let at_rest = copies.filter(|copies| copies.at_rest).map(|copies| copies.suspended);
+        if let Some(suspended) = at_rest {
             known.power = if suspended { Power::Suspended } else { Power::Off };
             known.jobs.committed(task);
             if suspended {
@@ -253,7 +254,7 @@ impl Inside {
                 let generation = generation.unwrap_or(NOT_COUNTED);
                 self.persisted.suspended.insert(vm, RunningGuest { generation, ..guest });
             }
-            self.persisted.leases.insert(vm, generation);
+            self.take_lease(vm, taken);
             self.agent.publish(vm);
             return Ok(());
         }
@@ -262,8 +263,16 @@ impl Inside {
         known.jobs.committed(task);
         let guest = RunningGuest::new(known.spec.clone());
         self.persisted.guests.insert(vm, guest);
+        self.take_lease(vm, taken);
         self.agent.publish(vm);
         Ok(())
+    }
+
+    /// The VM has come with copies: its lease, which is beside them, says so when no agent knows of it any more.
+    fn take_lease(&mut self, vm: VmId, generation: Option<u64>) {
+        if let Some(generation) = generation {
+            self.persisted.leases.insert(vm, generation);
+        }
     }
 
     /// The guest does not come.

@@ -118,7 +118,7 @@ struct Persisted {
     descriptors: BTreeMap<(DatastoreId, VmId), VmDescriptor>,
     disks: BTreeMap<DiskId, SimulatedDisk>,
     guests: BTreeMap<VmId, RunningGuest>,
-    /// The generations of the placements that VMs which were off have come with.
+    /// The generations of the placements that VMs have come with whose disks were copied.
     leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,

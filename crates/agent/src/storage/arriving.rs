@@ -171,13 +171,14 @@ pub fn settle(spec: &VmSpec, copies: &ArrivingCopies) -> Result<(), Problem> {
 /// Removes the copies, unless the guest has run here. Where there are none, nothing is done. Blocks.
 ///
 /// # Errors
-/// `wrong-state`: it has; `in-use`; `damaged`; those of the file system.
+/// `wrong-state`: it has; `unsupported`: that cannot be seen; `in-use`; `damaged`; those of the file system.
 pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
     for ArrivingCopy { datastore, .. } in &copies.disks {
-        let home = Home::of(datastore, vm)?;
+        let home = seen(datastore, vm)?;
         if is_here(vm, &home, copies)? {
             let what = format!(
-                "VM {vm} is on this host with its copied disks, or has run here: its migration cannot be cancelled any more"
+                "VM {vm} is on this host with its copied disks ({}), or has run here: its migration cannot be cancelled any more",
+                home.path().display()
             );
             return Err(Problem::new(ErrorCode::WrongState, what));
         }
@@ -205,13 +206,29 @@ pub fn give_up(vm: VmId, copies: &ArrivingCopies) -> Result<(), Problem> {
 
 /// Whether the VM has come to this host with the copies in this home.
 fn is_here(vm: VmId, home: &Home, copies: &ArrivingCopies) -> Result<bool, Problem> {
-    // Of one that is off no guest says so, when nothing is noted any more. All of its copies are on the datastore of its lease.
-    if copies.at_rest && lease::generation_at(home)? >= copies.generation {
+    // Where the first disk is copied, the lease is beside it, and outlives the note. It alone says so of a VM that is off, and of a guest
+    // that has run here and ended with its host. Nobody takes it before the server has asked for the commit.
+    if lease::generation_at(home)? >= copies.generation {
         return Ok(true);
     }
+    // A first disk that is not copied is on a datastore that the other host has, too: it sees a lease that was taken, and stops.
     let noted = read(home)?.filter(|note| note.generation == copies.generation);
     let Some(note) = noted else { return Ok(false) };
-    Ok(lease::generation_at(&Home::of(&note.lease, vm)?)? >= copies.generation)
+    Ok(lease::generation_at(&seen(&note.lease, vm)?)? >= copies.generation)
+}
+
+/// The home that says whether a VM has come. A datastore that is not mounted is another error than that it has: who asks would go by that.
+fn seen(datastore: &DatastoreSpec, vm: VmId) -> Result<Home, Problem> {
+    Home::of(datastore, vm).map_err(|problem| match problem.code {
+        ErrorCode::WrongState => {
+            let what = format!(
+                "this host cannot tell whether VM {vm} has come to it, until its datastore is there: {}",
+                problem.detail
+            );
+            Problem::new(ErrorCode::Unsupported, what)
+        }
+        _ => problem,
+    })
 }
 
 fn read(home: &Home) -> Result<Option<Note>, Problem> {
@@ -426,13 +443,32 @@ mod tests {
         settle(&spec, &copies).unwrap();
         let left = files(&directory);
         assert!(!left.iter().any(|name| name.contains("arriving")), "{left:?}");
-        // Nobody else says that one which is off is here.
-        let at_rest = ArrivingCopies { at_rest: true, ..copies.clone() };
-        assert_eq!(give_up(spec.vm, &at_rest).unwrap_err().code, ErrorCode::WrongState);
-        // Without a note, images are those of somebody else.
-        give_up(spec.vm, &copies).unwrap();
+        // Whether it is off, or has run until its host rebooted: nobody else says that it is here.
+        for at_rest in [true, false] {
+            let copies = ArrivingCopies { at_rest, ..copies.clone() };
+            let refused = give_up(spec.vm, &copies).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::WrongState, "at rest: {at_rest}");
+            assert_eq!(files(&directory).len(), left.len());
+        }
+        // For a later placement, and without a note, images are those of somebody else.
+        give_up(spec.vm, &ArrivingCopies { generation: 8, ..copies.clone() }).unwrap();
         assert_eq!(files(&directory).len(), left.len());
         let refused = begin(&spec, ids(&copies), None).map(drop).unwrap_err();
         assert_eq!(refused.code, ErrorCode::AlreadyExists);
+    }
+
+    #[test]
+    fn a_host_without_the_datastore_of_the_copies_does_not_say_that_the_vm_has_come() {
+        let (_directory, spec, copies) = setup();
+        drop(begin(&spec, ids(&copies), None).unwrap());
+        for at_rest in [false, true] {
+            let mut elsewhere = ArrivingCopies { at_rest, ..copies.clone() };
+            for copy in &mut elsewhere.disks {
+                copy.datastore.datastore = vmseal_api::id::DatastoreId::new();
+            }
+            let refused = give_up(spec.vm, &elsewhere).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::Unsupported, "at rest: {at_rest}, {refused}");
+        }
+        give_up(spec.vm, &copies).unwrap();
     }
 }

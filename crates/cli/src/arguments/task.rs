@@ -51,8 +51,9 @@ pub enum Task {
         /// The task's id
         #[arg(value_name = "TASK")]
         name: String,
-        /// Only for a migration that waits at its switch for the other host: that host is gone for good, and the VM goes on where it was.
-        /// Never use it while that host may run the VM: it would run twice
+        /// Only for a migration that waits at its switch for the other host: that host is gone for good, or has restarted since it ran the
+        /// VM. The VM goes on as it was when it was sent; what it has done at that host is lost. Never use it while that host may run the
+        /// VM: it would run twice
         #[arg(long)]
         force: bool,
         #[command(flatten)]

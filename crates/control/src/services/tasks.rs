@@ -44,7 +44,7 @@ pub async fn show(services: &Services, caller: &Caller, id: &str) -> Result<Task
 }
 
 /// Cancels a task: it stops and undoes what it has done. With `force` a migration that waits for its other host does not wait any more: an
-/// operator says that the host is gone for good.
+/// operator says that the host is gone for good, or that what the guest did there until it restarted may be lost.
 pub async fn cancel(
     services: &Services,
     caller: &Caller,
@@ -79,13 +79,23 @@ async fn give_up(
     if dry_run {
         let (task, host) = services.engine.check_give_up(id).await?;
         let (name, vm) = (&host.name, &task.target);
-        let steps = vec![
-            format!("have VM '{vm}' go on where it was, whatever host '{name}' would say"),
-            format!("end it on host '{name}' if that ever answers again"),
-        ];
-        let warning = format!(
-            "host '{name}' must be off, and stay off: where VM '{vm}' runs there, it runs on two hosts, and what it has done there is lost. A TPM whose disk is on a datastore that both hosts have may have gone on there, too"
-        );
+        let (steps, warning) = match task.operation {
+            Operation::ReceiveVm { .. } => (
+                vec![format!("have VM '{vm}' go on at the control plane that it comes from")],
+                format!(
+                    "host '{name}', or its agent, has restarted since VM '{vm}' was sent to it: what the VM has done there until then is lost. The copies of its disks stay there as files, and their key is destroyed"
+                ),
+            ),
+            _ => (
+                vec![
+                    format!("have VM '{vm}' go on where it was, whatever host '{name}' would say"),
+                    format!("end it on host '{name}' if that ever answers again"),
+                ],
+                format!(
+                    "host '{name}' must be off, and stay off, or must have restarted since VM '{vm}' was sent to it: where the VM runs there, it runs on two hosts. What it has done there is lost. A TPM whose disk is on a datastore that both hosts have may have gone on there, too"
+                ),
+            ),
+        };
         let (kind, target) = ("task.cancel".to_owned(), task.target.clone());
         let warnings = vec![warning];
         return Ok(Outcome::Planned(Plan { kind, target, steps, warnings, ..Plan::default() }));

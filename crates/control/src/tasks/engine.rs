@@ -20,6 +20,7 @@ use vmseal_api::transfer::Progress;
 use super::beside;
 use super::environment::{Environment, Retry};
 use super::held_steps::HeldSteps;
+use super::migrate_vm::is_lost;
 use super::migrate_vm::watched::migrated;
 use super::mirror_vm::former;
 use super::run::{Context, LiveProgress, Requests};
@@ -237,7 +238,7 @@ impl Engine {
     }
 
     /// Cancels a migration whose other host does not answer, and is gone for good, as an operator says: the guest goes on where it was
-    /// ([`super::migrate_vm`]).
+    /// ([`super::migrate_vm`]). The same of one whose other host has rebooted after the guest ran there, here or at another control plane.
     ///
     /// # Errors
     /// `not-found`; `wrong-state` for a task that does not wait for such an answer, and where the other host knows the VM; those of a host
@@ -273,15 +274,17 @@ impl Engine {
     }
 
     /// Refuses to give up a host that answers and has the VM: it decides. One that has rebooted, and cannot look at the datastore of its
-    /// copies, does not have the VM.
+    /// copies, does not have the VM; nor does one whose agent knows only that the guest has ended.
     async fn require_undecided(&self, task: &Task, host: &Host) -> Result<(), Problem> {
-        let Ok(agent) = self.environment.context.hosts.connected(host.id) else { return Ok(()) };
+        let Ok(agent) = self.environment.context.hosts.connected(host.id) else {
+            return require_inventory_keeps(task, host);
+        };
         let state = agent.state_now().await?;
-        if state.vms.iter().all(|seen| Some(seen.vm) != task.operation.vm()) {
+        if is_lost(state.vms.iter().find(|seen| Some(seen.vm) == task.operation.vm())) {
             return Ok(());
         }
         let what = format!(
-            "host '{}' answers, and knows whether the guest runs there: cancel the task without --force",
+            "host '{}' answers, and knows whether the guest runs there: wait for the task, or cancel it without --force",
             host.name
         );
         Err(Problem::new(ErrorCode::WrongState, what))
@@ -292,11 +295,14 @@ impl Engine {
         let mut task = found.ok_or_else(|| Problem::not_found("task", id))?;
         let refused = |why: String| Problem::new(ErrorCode::WrongState, why);
         let is_committed = steps::is_committed(&task);
-        let Operation::MigrateVm { to, given_up, .. } = &mut task.operation else {
-            let what = "only a migration to another host is cancelled by force. Where a VM is on its way to another control plane that is gone for good, remove that by force (vmseal remote remove NAME --force)";
-            return Err(refused(what.to_owned()));
+        let (to, given_up) = match &mut task.operation {
+            Operation::MigrateVm { to, given_up, .. } => (*to, given_up),
+            Operation::ReceiveVm { host, at_rest: false, given_up, .. } => (*host, given_up),
+            _ => {
+                let what = "only a migration to another host is cancelled by force, of a guest that runs. Where it is on its way to another control plane, and its host there has restarted since, cancel the task there by force; where that control plane is gone for good, remove it by force (vmseal remote remove NAME --force)";
+                return Err(refused(what.to_owned()));
+            }
         };
-        let to = *to;
         *given_up = true;
         if !task.state.is_open() {
             return Err(refused("the task has ended".to_owned()));
@@ -555,6 +561,16 @@ impl Engine {
             running.work.abort();
         }
     }
+}
+
+/// Refuses to give up a host that does not answer, where the VM would be in the inventory no more: nothing would end its guest there.
+fn require_inventory_keeps(task: &Task, host: &Host) -> Result<(), Problem> {
+    let Operation::ReceiveVm { .. } = task.operation else { return Ok(()) };
+    let what = format!(
+        "host '{}' does not answer, and VM '{}' may run there: wait for it. If it is off for good, the control plane that the VM comes from gives this one up (vmseal remote remove NAME --force)",
+        host.name, task.target
+    );
+    Err(Problem::new(ErrorCode::WrongState, what))
 }
 
 /// Refuses a task that would have a VM on a host that is emptied. This is asked in the transaction that records the task: none

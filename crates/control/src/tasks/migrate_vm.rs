@@ -42,6 +42,7 @@ use vmseal_secret::{SecretBytes, sealed_box};
 
 use self::cause::{OtherHostWait, Said, Verdict, at_destination, at_source, judge};
 pub(crate) use self::reach::reachable;
+pub(super) use self::undecided::{ended, is_given_up, is_lost, lost};
 use self::watched::Watched;
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
@@ -602,6 +603,9 @@ async fn made(
         });
         if let Some(copied) = copied.collect::<Option<Vec<_>>>() {
             return Ok(copied);
+        }
+        if is_lost(Some(seen)) {
+            return Err(StepError::Again(ended(run)));
         }
         // Its owner is about to say so.
         state = run.host_state(ends.to, Some(&state)).await?;

@@ -9,7 +9,7 @@
 //! ```
 //! The source's control plane decides whether the guest goes on there or here, until it has asked for the switch. From then on
 //! this task decides, and the other side asks until it is told. It is told that the guest does not run here only where the host
-//! has said that it does not, and never will.
+//! has said that it does not, and never will; or where an operator says so of a host that has rebooted since the guest ran there.
 
 mod at_rest;
 
@@ -27,6 +27,7 @@ use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::create_vm::{make_key, remove_rows, unmake_key};
+use super::migrate_vm::{ended, is_given_up, is_lost, lost};
 use super::mirror_vm::set_image;
 use super::run::{Run, StepError, absent_is_fine, internal, state_of, wrong_state};
 use super::step::{Limit, Output, Step, WaitPolicy};
@@ -197,8 +198,19 @@ async fn forget(run: &Run<'_>) -> Result<(), StepError> {
     let _unchanged = run.hosts().lock(run.vm_id).await;
     let agent = run.hosts().agent(host)?;
     let job = job_of(run).await?;
-    absent_is_fine(agent.cancel_job(run.vm_id, run.task.id, job).await)?;
+    match agent.cancel_job(run.vm_id, run.task.id, job).await {
+        // Copies that a guest has run on stay there as files: that of this task, which is given up, or that of an earlier one.
+        Err(problem) if problem.code == ErrorCode::WrongState && may_stay(run).await? => {
+            tracing::warn!(vm = %run.vm_id, %problem, "copies of disks stay as files");
+        }
+        cancelled => absent_is_fine(cancelled)?,
+    }
     absent_is_fine(agent.unregister_vm(run.vm_id).await)
+}
+
+/// Whether the host may keep copies: an operator has said so, or they are none of this task, which has not asked it to let a guest go.
+async fn may_stay(run: &Run<'_>) -> Result<bool, StepError> {
+    Ok(!run.task.operation.is_asked_to_commit() || is_given_up(run).await?)
 }
 
 /// Whether the guest runs here, as its host has said.
@@ -290,14 +302,34 @@ async fn newer(
 
 /// Has the host give the guest up, unless it runs there.
 async fn give_up(run: &Run<'_>, agent: &dyn HostAgent) -> Result<Verdict, StepError> {
-    let job = job_of(run).await?;
-    match agent.cancel_job(run.vm_id, run.task.id, job).await {
-        Ok(()) => Ok(Verdict::DoesNot),
-        Err(problem) if problem.code == ErrorCode::NotFound => Ok(Verdict::DoesNot),
-        Err(problem) if problem.code == ErrorCode::WrongState => Ok(Verdict::Runs),
+    let ((host, _), job) = (place(run)?, job_of(run).await?);
+    let refusal = match agent.cancel_job(run.vm_id, run.task.id, job).await {
+        Ok(()) => return Ok(Verdict::DoesNot),
+        Err(problem) => problem,
+    };
+    match refusal.code {
+        ErrorCode::NotFound => Ok(Verdict::DoesNot),
+        // No guest is lost of one that is off: its disks are here, whether or not its host knows it.
+        ErrorCode::WrongState if run.task.operation.is_at_rest() => Ok(Verdict::Runs),
+        ErrorCode::WrongState => {
+            match lost(run, host, &refusal, true).await.map_err(StepError::Again)? {
+                None => Ok(Verdict::Runs),
+                Some(_) if is_given_up(run).await? => Ok(Verdict::DoesNot),
+                Some(problem) => Err(undecided(run, problem)),
+            }
+        }
         // It is not decided: the host is asked again.
-        Err(problem) => Err(StepError::Again(problem)),
+        _ => Err(StepError::Again(refusal)),
     }
+}
+
+/// Only an operator can decide.
+fn undecided(run: &Run<'_>, known: Problem) -> StepError {
+    let advice = format!(
+        "If what it has done there may be lost, have the VM go on where it comes from, as it was when it was sent: vmseal task cancel {} --force",
+        run.task.id
+    );
+    StepError::Again(known).about(|known| format!("{known}. {advice}"))
 }
 
 /// Undoes [`switch`], if the host says that the guest does not run there.
@@ -372,6 +404,9 @@ async fn made(run: &Run<'_>, host: HostId) -> Result<Vec<DiskState>, StepError> 
         };
         if let Some(made) = disks.iter().map(of).collect::<Option<Vec<_>>>() {
             return Ok(made);
+        }
+        if is_lost(Some(seen)) {
+            return Err(undecided(run, ended(run)));
         }
         state = newer(run, host, &state).await?;
     }

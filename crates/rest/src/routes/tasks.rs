@@ -38,8 +38,8 @@ pub(super) struct CancelQuery {
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     dry_run: bool,
-    /// Only for a migration that waits at its switch for the other host: that host is gone for good, and the VM goes on where it was. Never
-    /// use it while that host may run the VM.
+    /// Only for a migration that waits at its switch for the other host: that host is gone for good, or has restarted since it ran the VM.
+    /// The VM goes on as it was when it was sent; what it has done at that host is lost. Never use it while that host may run the VM.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     force: bool,

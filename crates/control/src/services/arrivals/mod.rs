@@ -168,9 +168,15 @@ async fn reserve(
     if let Some(memory) = suspended {
         memory_generations::take_over_own(&mut write, vm.id, memory.generation).await?;
     }
-    let (vm_id, host, committed, suspended) = (vm.id, vm.host, false, suspended.is_some());
-    let operation =
-        Operation::ReceiveVm { vm: vm_id, host, generation, committed, at_rest, suspended };
+    let operation = Operation::ReceiveVm {
+        vm: vm.id,
+        host: vm.host,
+        generation,
+        committed: false,
+        at_rest,
+        suspended: suspended.is_some(),
+        given_up: false,
+    };
     let schedule = TaskSchedule { id: Some(id), ..TaskSchedule::default() };
     let actor = caller.name();
     let task = Engine::record_scheduled(&mut write, operation, &vm.name, actor, schedule).await?;

@@ -479,12 +479,12 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
     let route = route(run)?;
     let Some(known) = known(run, route.remote).await? else {
         // An operator has said that it is gone for good.
-        return Ok(());
+        return keep(run, &route).await;
     };
     let remote = run.context.remotes.of(&known).map_err(StepError::Again)?;
     let arrival = remote.cancel_arrival(route.arrival).await.map_err(StepError::Again)?;
     match arrival.state {
-        ArrivalState::Cancelled => Ok(()),
+        ArrivalState::Cancelled => keep(run, &route).await,
         ArrivalState::Running => {
             leave(run).await?;
             finish(run).await?;
@@ -498,6 +498,16 @@ async fn switch_back(run: &Run<'_>) -> Result<(), StepError> {
         }
         _ => Err(undecided(&arrival)),
     }
+}
+
+/// Records that the VM stays here. The host there may have taken the lease of its copies, with the generation that was checked: the next one is
+/// later, so that a next migration there finds that these copies are none of its own.
+async fn keep(run: &Run<'_>, route: &Route) -> Result<(), StepError> {
+    let generation = checked(run)?.generation;
+    let _unchanged = run.hosts().lock(run.vm_id).await;
+    let mut write = run.store().write().await?;
+    placements::set_owner(&mut write, run.vm_id, route.from, generation).await?;
+    Ok(write.commit().await?)
 }
 
 /// Has the source end the VM's processes, delete its images, and forget it.

@@ -3,9 +3,10 @@
 //!
 //! Where the hosts share the disks, the lease beside these would keep the source from going on after the destination. Of disks that
 //! were copied each host has a lease of its own, which says nothing of the other host: there only the destination's answer does, or the
-//! word of an operator ([`crate::operation::Operation::MigrateVm`], `given_up`).
+//! word of an operator ([`crate::operation::Operation::MigrateVm`], `given_up`). A destination that has rebooted after its guest ran says
+//! that it has taken the copies over, and that it has no such VM: that decides nothing.
 
-use vmseal_api::host::JobSpec;
+use vmseal_api::host::{JobSpec, Power, VmState};
 use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -59,15 +60,47 @@ async fn ask(run: &Run<'_>, ends: &Ends, checked: &CheckedMigration) -> Answer {
         Ok(()) => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::NotFound => Answer::DoesNotRun,
         Err(problem) if problem.code == ErrorCode::WrongState => {
-            // A host that has rebooted without the datastore of its copies answers the same, and does not list the VM.
-            match run.host_state(ends.to, None).await {
-                Ok(state) if state_of(&state, run.vm_id).is_some() => Answer::Runs,
-                Ok(_) => Answer::Unknown(problem),
+            match lost(run, ends.to, &problem, !checked.copies.is_empty()).await {
+                Ok(None) => Answer::Runs,
+                Ok(Some(lost)) => Answer::Unknown(lost),
                 Err(silence) => Answer::Unknown(silence),
             }
         }
         Err(problem) => Answer::Unknown(problem),
     }
+}
+
+/// Why a host that has refused to give a guest up does not run it all the same: it does not list the VM. It has rebooted since the guest
+/// ran there, or, of an earlier version, has rebooted without the datastore of its copies. With `copies` also one whose agent says only that
+/// the guest has ended ([`is_lost`]). None where it has the VM.
+pub(in crate::tasks) async fn lost(
+    run: &Run<'_>,
+    host: HostId,
+    refusal: &Problem,
+    copies: bool,
+) -> Result<Option<Problem>, Problem> {
+    let state = run.host_state(host, None).await?;
+    let seen = state_of(&state, run.vm_id);
+    if seen.is_some() && !(copies && is_lost(seen)) {
+        return Ok(None);
+    }
+    let Problem { code, detail, .. } = ended(run);
+    Ok(Some(Problem::new(code, format!("{detail}. The host says: {}", refusal.detail))))
+}
+
+/// Whether a host that a guest was sent to with copies of its disks does not run it, and does not say what was made of these: it was rebooted,
+/// or its agent has restarted since the guest has ended.
+pub(in crate::tasks) fn is_lost(seen: Option<&VmState>) -> bool {
+    seen.is_none_or(|seen| seen.power == Power::Off && seen.disks.is_empty())
+}
+
+/// What is known of a guest that such a host has lost.
+pub(in crate::tasks) fn ended(run: &Run<'_>) -> Problem {
+    let detail = format!(
+        "the host that VM '{}' was sent to answers, and does not run it: the host or its agent has restarted since. The guest may have run there until then, and written to its disks there",
+        run.task.target
+    );
+    Problem::new(ErrorCode::WrongState, detail)
 }
 
 /// Whether [`give_up`] has been recorded, by a server that has ended since: the destination is not asked any more. It may say that the
@@ -99,12 +132,17 @@ async fn stay_there(
     Ok(wrong_state(detail))
 }
 
-/// Whether an operator has said that the destination is gone for good; it may have been said since the task was read.
-async fn is_given_up(run: &Run<'_>) -> Result<bool, StepError> {
+/// Whether an operator has said that the guest does not go on at the destination; it may have been said since the task was read.
+pub(in crate::tasks) async fn is_given_up(run: &Run<'_>) -> Result<bool, StepError> {
     let mut read = run.store().read().await?;
     let task = tasks::get(&mut read, &run.task.id.to_string()).await?;
-    let given_up =
-        |task: &tasks::Task| matches!(task.operation, Operation::MigrateVm { given_up: true, .. });
+    let given_up = |task: &tasks::Task| {
+        matches!(
+            task.operation,
+            Operation::MigrateVm { given_up: true, .. }
+                | Operation::ReceiveVm { given_up: true, .. }
+        )
+    };
     Ok(task.as_ref().is_some_and(given_up))
 }
 
@@ -129,7 +167,7 @@ pub(super) async fn destination(run: &Run<'_>) -> Option<Awaited> {
     let ends = ends(run).ok()?;
     let (name, from) = (name_of(run, ends.to).await?, name_of(run, ends.from).await?);
     let advice = format!(
-        "It alone knows whether VM '{}' runs there, and the VM goes on nowhere until it answers. If host '{name}' is off for good, have the VM go on at host '{from}': vmseal task cancel {} --force",
+        "VM '{}' goes on nowhere until host '{name}' has said whether it runs there. If that host is off for good, or has restarted and what the VM has done there may be lost, have the VM go on at host '{from}' as it was when it was sent: vmseal task cancel {} --force",
         run.task.target, run.task.id
     );
     Some(Awaited { host: ends.to, name, advice })

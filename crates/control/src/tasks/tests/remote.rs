@@ -5,6 +5,7 @@ mod at_rest;
 mod in_the_clear;
 mod killed;
 mod left;
+mod rebooted;
 mod with_snapshots;
 mod with_tpm;
 

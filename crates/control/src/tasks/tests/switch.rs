@@ -1,9 +1,10 @@
 //! The other host of a migration falls silent at the switch. Whether it runs the guest nobody else knows: the guest goes on nowhere until that
-//! host answers, or an operator says that it is gone for good.
+//! host answers, or an operator says that it is gone for good. One that has rebooted after it ran the guest answers, and decides nothing.
 
 use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
+use vmseal_api::host::StopReason;
 use vmseal_api::id::{HostId, TaskId};
 use vmseal_secret::sealed_box::Recipient;
 
@@ -114,6 +115,15 @@ impl Bench {
         self.there.set_reachable(true);
         let found = hosts::find(&mut self.fixture.store.read().await.unwrap(), OTHER_HOST).await;
         self.fixture.hosts.add(&found.unwrap().unwrap()).unwrap();
+    }
+
+    /// What the task shows while its other host answers and does not run the guest.
+    async fn says_restarted(&self) -> Option<String> {
+        let shown = self.fixture.engine.shown(&self.fixture.task(self.task).await);
+        let waiting = shown.waiting?;
+        let known = waiting.name == OTHER_HOST
+            && waiting.detail.contains("does not run it: the host or its agent has restarted");
+        known.then_some(waiting.detail)
     }
 
     async fn generation(&self) -> u64 {
@@ -267,6 +277,91 @@ async fn a_host_that_answers_and_cannot_decide_is_given_up_by_an_operator() {
     assert_eq!(ended.state, TaskState::Cancelled, "{:?}", ended.problem);
     assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host);
     assert!(fixture.agent.runs(vm), "it stands still");
+}
+
+/// The guest has gone on there, and written to its copies. The lease beside them is all that is left of that: neither host runs the guest by
+/// itself, and an operator has it go on as it was when it was sent.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_reboots_after_the_guest_ran_there_leaves_the_decision_to_an_operator() {
+    for (cancelled, restarts) in [(false, false), (false, true), (true, false), (true, true)] {
+        let what = format!("rebooted, cancelled before: {cancelled}, restarts: {restarts}");
+        let mut bench = Bench::new(Disks::Copied, Silent::After, &what).await;
+        if cancelled {
+            bench.cancel().await;
+        }
+        bench.there.reboot();
+        bench.come_back().await;
+        let told = async || bench.says_restarted().await;
+        let told = bench.fixture.eventually("it says what is known", told).await;
+        let advice = format!("vmseal task cancel {} --force", bench.task);
+        assert!(told.contains(&advice), "{}: {told}", bench.what);
+        if restarts {
+            bench.fixture.restart(|_| {}).await;
+            let told = async || bench.says_restarted().await;
+            bench.fixture.eventually("it waits still", told).await;
+        }
+        tokio::time::sleep(AWAY).await;
+        let (fixture, vm, what) = (&bench.fixture, bench.vm, &bench.what);
+        assert!(
+            fixture.task(bench.task).await.ended.is_none(),
+            "{what}: that was taken for an answer"
+        );
+        assert!(!fixture.agent.runs(vm), "{what}: what it has done there is lost");
+        fixture.engine.give_up(&bench.id(), "me").await.unwrap();
+        let ended = fixture.ended(bench.task).await;
+        let undone = [TaskState::Cancelled, TaskState::Failed];
+        assert!(undone.contains(&ended.state), "{what}: {:?} {:?}", ended.state, ended.problem);
+        assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host, "{what}");
+        assert!(fixture.agent.runs(vm), "{what}: it stands still");
+        assert!(!files(&bench.there, vm).is_empty(), "{what}: what it has done there is removed");
+    }
+}
+
+/// Its agent knows of the guest's end alone, and not any more what was made of the disks for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_where_the_guest_ended_before_its_agent_restarted_leaves_the_decision_to_an_operator()
+ {
+    for cancelled in [false, true] {
+        let what = format!("the guest ended, cancelled before: {cancelled}");
+        let bench = Bench::new(Disks::Copied, Silent::After, &what).await;
+        if cancelled {
+            bench.cancel().await;
+        }
+        bench.there.stop_guest(bench.vm, StopReason::QemuDied);
+        bench.there.restart();
+        assert!(bench.there.registered().contains(&bench.vm), "its agent does not know of the end");
+        bench.come_back().await;
+        let told = async || bench.says_restarted().await;
+        let told = bench.fixture.eventually("it says what is known", told).await;
+        assert!(told.contains(&format!("vmseal task cancel {} --force", bench.task)), "{told}");
+        tokio::time::sleep(AWAY).await;
+        let (fixture, vm, what) = (&bench.fixture, bench.vm, &bench.what);
+        assert!(fixture.task(bench.task).await.ended.is_none(), "{what}: it was decided");
+        assert!(!fixture.agent.runs(vm), "{what}: what it has done there is lost");
+        fixture.engine.give_up(&bench.id(), "me").await.unwrap();
+        let ended = fixture.ended(bench.task).await;
+        assert_eq!(ended.state, TaskState::Cancelled, "{what}: {:?}", ended.problem);
+        assert_eq!(fixture.vm(vm).await.unwrap().host, fixture.host, "{what}");
+        assert!(fixture.agent.runs(vm), "{what}: it stands still");
+    }
+}
+
+/// The lease is taken when the host is asked, and not before: no operator is needed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_that_reboots_before_it_was_asked_says_that_the_guest_does_not_run_there() {
+    for cancelled in [false, true] {
+        let what = format!("rebooted, cancelled before: {cancelled}");
+        let bench = Bench::new(Disks::Copied, Silent::Before, &what).await;
+        if cancelled {
+            bench.cancel().await;
+        }
+        bench.there.reboot();
+        bench.come_back().await;
+        let ended = bench.fixture.ended(bench.task).await;
+        let expected = if cancelled { TaskState::Cancelled } else { TaskState::Failed };
+        assert_eq!(ended.state, expected, "{}: {:?}", bench.what, ended.problem);
+        Disks::Copied.assert_undone(&bench.fixture, bench.vm, &bench.what).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
