@@ -1,10 +1,12 @@
 //! The registration of a VM on its host.
 
+use std::collections::BTreeSet;
 use vmseal_api::host::descriptor::bound_descriptions;
+
 use vmseal_api::host::{
-    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec,
+    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec, VmState,
 };
-use vmseal_api::id::{HostId, VmId};
+use vmseal_api::id::{DiskId, HostId, NicId, VmId};
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -100,6 +102,20 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     let images = policy.map(|policy| policy.image_layout);
     let spec = VmSpec { snapshots, images, ..spec_of(&vm, &disks, &nics) };
     Ok(Some((vm, spec)))
+}
+
+/// Whether the guest of a VM has exactly these disks and network cards: to register the VM again with them plugs nothing in or out. What
+/// the host does not tell counts as different.
+#[must_use]
+pub fn has_devices(
+    seen: &VmState,
+    disks: impl Iterator<Item = DiskId>,
+    nics: impl Iterator<Item = NicId>,
+) -> bool {
+    let Some(with) = &seen.started_with else { return false };
+    let guests: BTreeSet<DiskId> = with.disks.iter().map(|disk| disk.disk).collect();
+    let cards: BTreeSet<NicId> = seen.nics.iter().map(|nic| nic.nic).collect();
+    guests == disks.collect::<BTreeSet<_>>() && cards == nics.collect::<BTreeSet<_>>()
 }
 
 /// The definition of a VM for a host that may get it: its datastores are where that host has them.

@@ -59,11 +59,13 @@ pub async fn set(
     let event =
         NewEvent { kind: "vm.changed", actor: caller.name(), target: &vm.name, detail: &detail };
     note(services, &vm, nic, link, Some(event)).await?;
-    if let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await
-        && !crate::hosts::is_silence(&problem)
-    {
-        note(services, &vm, nic, nic.link, None).await?;
-        return Err(problem);
+    if let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await {
+        if !crate::hosts::is_silence(&problem) {
+            note(services, &vm, nic, nic.link, None).await?;
+            return Err(problem);
+        }
+        // It may have come back meanwhile, and nothing else changes there.
+        services.hosts.look_again(vm.host);
     }
     super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
 }

@@ -359,6 +359,60 @@ async fn a_card_has_its_address_until_its_guest_has_let_it_go() {
     fixture.requested(&services, with_address_of(&nic)).await;
 }
 
+/// How the guest of a VM has its cards plugged in.
+fn links(fixture: &Fixture, vm: VmId) -> Vec<NicLink> {
+    fixture.agent.runs_with(vm).unwrap().nics().map(|nic| nic.link).collect()
+}
+
+/// Whether its agent has restarted meanwhile or not: the guest runs on, with its cable as it was.
+#[tokio::test]
+async fn a_host_that_was_away_plugs_a_card_in_and_out_when_it_is_back() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let card = || (NicBackend::User { forwards: vec![] }, None);
+    let begun = async |name: &'static str| {
+        let vm = fixture.requested(&services, with_cards(name, vec![card(), card()])).await;
+        fixture.done(Operation::StartVm { vm, boot_once: None }, name).await;
+        vm
+    };
+    let (changing, vm) = (begun("changing").await, begun("web").await);
+    let set = async |name: &'static str, link| {
+        set_nic::set(&services, &me, name, "nic0", SetNic { link }, false).await.unwrap();
+    };
+    let becomes = async |vm: VmId, expected: [NicLink; 2]| {
+        let is_so = async || (links(&fixture, vm) == expected).then_some(());
+        fixture.eventually("the links of the guest", is_so).await;
+    };
+    // A card is being taken from one of them, which the monitor comes to first.
+    let leaves = async |leaving| {
+        let mut read = fixture.store.read().await.unwrap();
+        let nic = nics::all_of_vm(&mut read, changing).await.unwrap().remove(1).nic;
+        drop(read);
+        let mut write = fixture.store.write().await.unwrap();
+        nics::set_leaving(&mut write, nic, leaving).await.unwrap();
+        write.commit().await.unwrap();
+    };
+    fixture.agent.set_reachable(false);
+    leaves(true).await;
+    set("changing", NicLink::Down).await;
+    set("web", NicLink::Down).await;
+    let up = [NicLink::Up, NicLink::Up];
+    assert_eq!(links(&fixture, vm), up, "it was told while it was away");
+    fixture.agent.set_reachable(true);
+    becomes(vm, [NicLink::Down, NicLink::Up]).await;
+    assert_eq!(links(&fixture, changing), up, "a guest loses a card that a task takes from it");
+    leaves(false).await;
+    fixture.hosts.look_again(fixture.host);
+    becomes(changing, [NicLink::Down, NicLink::Up]).await;
+
+    fixture.agent.set_reachable(false);
+    set("web", NicLink::Up).await;
+    fixture.agent.restart();
+    fixture.agent.set_reachable(true);
+    becomes(vm, up).await;
+}
+
 /// A guest that has got a card, and keeps it when that is undone, has its address until it is removed.
 #[tokio::test]
 async fn an_addition_that_cannot_be_undone_leaves_the_card_to_be_removed() {
