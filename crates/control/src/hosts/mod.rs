@@ -44,7 +44,7 @@ use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
     about, definition_at, definition_with, has_devices, read as definition, register,
-    register_with, register_without_key, spec_of, spec_of_disk,
+    register_locked, register_with, register_without_key, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

@@ -1,8 +1,8 @@
 //! The registration of a VM on its host.
 
 use std::collections::BTreeSet;
-use vmseal_api::host::descriptor::bound_descriptions;
 
+use vmseal_api::host::descriptor::bound_descriptions;
 use vmseal_api::host::{
     AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec, VmState,
 };
@@ -188,6 +188,14 @@ pub async fn register_with(
 /// `not-found`: the inventory does not have it; `wrong-state`: it is newer on its datastore, and the server was restored; or the host's.
 pub async fn register(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Problem> {
     let _unchanged = hosts.lock(vm).await;
+    register_locked(store, hosts, vm).await
+}
+
+/// The same by a caller that has the VM's lock.
+///
+/// # Errors
+/// Those of [`register`].
+pub async fn register_locked(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Problem> {
     let Some((vm, spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };

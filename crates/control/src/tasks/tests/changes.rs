@@ -359,6 +359,45 @@ async fn a_card_has_its_address_until_its_guest_has_let_it_go() {
     fixture.requested(&services, with_address_of(&nic)).await;
 }
 
+/// Its host would forget a disk that is being made. What only reads the VM is no reason to refuse.
+#[tokio::test]
+async fn a_link_is_set_beside_a_proof_and_not_while_a_disk_is_added() {
+    let mut fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let me = Caller::administrator("me");
+    for (step, refuses) in [("create-disk", true), ("prove", false)] {
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::After, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let operation = match refuses {
+            true => Change::AddDisk.operation(&fixture, vm).await,
+            false => Operation::ProveVm { vm, all: false, seed: 1 },
+        };
+        let task = fixture.begin(operation, "web").await;
+        let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+        fixture.eventually("it crashes", crashed).await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        for dry_run in [true, false] {
+            let down = SetNic { link: NicLink::Down };
+            let set = set_nic::set(&services, &me, "web", "nic0", down, dry_run).await;
+            if refuses {
+                let refused = set.unwrap_err();
+                assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+                assert!(refused.detail.contains(&task.to_string()), "{refused}");
+            } else {
+                set.unwrap();
+            }
+        }
+        let expected = if refuses { NicLink::Up } else { NicLink::Down };
+        assert_eq!(cards(&fixture, vm).await[0].link, expected, "{step}");
+        assert_eq!(links(&fixture, vm), [expected], "{step}");
+        let registered = fixture.agent.registered_as(vm).unwrap();
+        let disks = fixture.disks(vm).await;
+        assert!(disks.iter().all(|disk| registered.disk(disk.id).is_some()), "{step}");
+        fixture.restart(|_| {}).await;
+        fixture.ends_well(task).await;
+    }
+}
+
 /// How the guest of a VM has its cards plugged in.
 fn links(fixture: &Fixture, vm: VmId) -> Vec<NicLink> {
     fixture.agent.runs_with(vm).unwrap().nics().map(|nic| nic.link).collect()
