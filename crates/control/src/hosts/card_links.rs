@@ -1,7 +1,7 @@
 //! The links of the network cards of guests that run: those that were set while the host was away.
 //!
-//! The inventory has a link as it is to be, and the host says how QEMU has it. Where these differ and no task changes the VM, its host is
-//! told of it again. A VM that is off or suspended gets its links when it is started.
+//! The inventory has a link as it is to be, and the host says how QEMU has it. Where these differ and no task changes the VM's devices, its
+//! host is told of the VM again. A VM that is off or suspended gets its links when it is started.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -16,7 +16,6 @@ use vmseal_api::problem::{ErrorCode, Problem};
 use super::earlier_agents::for_agent;
 use super::{registration, restored};
 use crate::locks::Locks;
-use crate::operation::Operation;
 use crate::store::{Store, nics, tasks};
 
 /// How long a host may take to set the links of a VM: QEMU does it within milliseconds, and the host's other VMs do not wait for one
@@ -34,8 +33,8 @@ pub(super) struct CardLinks {
 }
 
 impl CardLinks {
-    /// Tells a host again of the VMs whose guests have cards with other links than the inventory, but not of those of which their
-    /// descriptors know more (`older`). Fails only if the host does not answer, or the inventory.
+    /// Tells a host again of the VMs whose guests have cards with other links than the inventory. Fails only if the host does not answer,
+    /// or the inventory.
     pub(super) async fn set(
         &mut self,
         store: &Store,
@@ -43,17 +42,12 @@ impl CardLinks {
         locks: &Locks<VmId>,
         here: (HostId, &HostDescription),
         state: &HostState,
-        older: &HashMap<VmId, (Problem, Instant)>,
     ) -> Result<(), Problem> {
-        if !state.vms.iter().any(says_links) {
-            return Ok(());
-        }
         let wanted = nics::links_on_host(&mut *store.read().await?, here.0).await?;
         let others: Vec<_> = state.vms.iter().filter(|seen| differs(seen, &wanted)).collect();
         self.failed.retain(|vm, _| others.iter().any(|seen| seen.vm == *vm));
         for seen in others {
-            let waits = self.failed.get(&seen.vm).is_some_and(|(_, at)| at.elapsed() < SET_AGAIN);
-            if waits || older.contains_key(&seen.vm) {
+            if self.failed.get(&seen.vm).is_some_and(|(_, at)| at.elapsed() < SET_AGAIN) {
                 continue;
             }
             // Who has it may be telling the host of it just now, for as long as QEMU takes.
@@ -77,15 +71,9 @@ impl CardLinks {
     }
 }
 
-/// Whether the links of a VM can be compared and set: it runs, and its agent says them.
-fn says_links(seen: &VmState) -> bool {
-    let runs = matches!(seen.power, Power::Running | Power::Paused);
-    runs && seen.nics.iter().any(|nic| nic.link.is_some())
-}
-
-/// Whether the guest of a VM has a card with another link than it is to have.
+/// Whether the guest of a VM runs, and has a card with another link than it is to have.
 fn differs(seen: &VmState, wanted: &HashMap<NicId, NicLink>) -> bool {
-    says_links(seen)
+    matches!(seen.power, Power::Running | Power::Paused)
         && seen.nics.iter().any(|nic| match (nic.link, wanted.get(&nic.nic)) {
             (Some(link), Some(wanted)) => link != *wanted,
             // Its agent does not say it, or a task takes the card from the VM.
@@ -101,7 +89,7 @@ async fn register(
     seen: &VmState,
 ) -> Result<(), Problem> {
     let working = tasks::holding(&mut *store.read().await?, seen.vm).await?;
-    if working.is_some_and(|task| !leaves_definition(&task.operation)) {
+    if working.is_some_and(|task| task.operation.changes_devices()) {
         return Ok(());
     }
     let Some((vm, spec)) = registration::read(store, seen.vm).await? else { return Ok(()) };
@@ -114,34 +102,11 @@ async fn register(
     }
     restored::settle(store, agent, Some(description), (&vm, &spec)).await?;
     let told = agent.register_vm(for_agent(spec, Some(description)));
-    match timeout(SET_WITHIN, told).await {
-        Ok(answer) => answer,
-        Err(_) => {
-            let detail = format!(
-                "host '{}' has not set the links of the network cards of VM '{}' within {} s",
-                vm.host_name,
-                vm.name,
-                SET_WITHIN.as_secs()
-            );
-            Err(Problem::new(ErrorCode::TimedOut, detail))
-        }
-    }
-}
-
-/// Whether a VM may be registered while a task has it: the task changes nothing of what its host is told of the VM. Another one may have
-/// the host know more than the inventory, as a disk that is being made; it registers the VM itself, or ends before long.
-fn leaves_definition(operation: &Operation) -> bool {
-    matches!(
-        operation,
-        Operation::StopVm { .. }
-            | Operation::ProveVm { .. }
-            | Operation::DumpVm { .. }
-            | Operation::DecryptDump { .. }
-            | Operation::DeleteDump { .. }
-            | Operation::BackUpVm { .. }
-            | Operation::VerifyBackup { .. }
-            | Operation::DeleteBackup { .. }
-    )
+    timeout(SET_WITHIN, told).await.unwrap_or_else(|_| {
+        let (vm, seconds) = (&vm.name, SET_WITHIN.as_secs());
+        let detail = format!("its host has not set the links of VM '{vm}' within {seconds} s");
+        Err(Problem::new(ErrorCode::TimedOut, detail))
+    })
 }
 
 #[cfg(test)]

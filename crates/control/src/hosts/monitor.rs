@@ -338,7 +338,7 @@ impl Monitor {
         }
         let (store, agent) = (&self.store, &*self.agent);
         let here = (self.id, description);
-        self.links.set(store, agent, &self.locks, here, state, &self.older).await?;
+        self.links.set(store, agent, &self.locks, here, state).await?;
         // Read after the state: what is in it and was forgotten since has no row any more.
         let taken_away = evacuations::of_host(&mut *self.store.read().await?, self.id).await?;
         for seen in &state.vms {
