@@ -207,6 +207,17 @@ fn cards_on_bridges_and_taps_come_to_a_guest_that_runs_and_go() {
         holds(&mut console, &format!("[ $(cat /sys/class/net/eth1/carrier) = {carrier} ]"));
     }
     echoes(&mut on_bridge, b"plugged in again").unwrap();
+    // What is set while no agent is there, the next one is told.
+    here.kill_agent();
+    here.vmseal(&["nic", "set", VM, "lan", "--link", "down"]).unwrap();
+    here.start_agent().unwrap();
+    here.wait_power(VM, "running").unwrap();
+    drop(console);
+    console = here.console(VM).unwrap();
+    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 0 ]");
+    here.vmseal(&["nic", "set", VM, "lan", "--link", "up"]).unwrap();
+    holds(&mut console, "[ $(cat /sys/class/net/eth1/carrier) = 1 ]");
+    echoes(&mut on_bridge, b"after an agent that was away").unwrap();
 
     // A guest that stands still does not let a card go; it does when it goes on. Until then nobody else gets the card's address.
     here.vmseal(&["vm", "pause", VM]).unwrap();

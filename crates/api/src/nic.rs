@@ -415,6 +415,9 @@ pub struct NicState {
     /// The guest's addresses, as far as the host has seen them or the guest's agent says them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub addresses: Vec<IpAddr>,
+    /// Whether it is plugged in, as its agent has last had QEMU do; not said by an agent of an earlier vmseal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link: Option<NicLink>,
 }
 
 /// A card as [`check_nics`] looks at it.

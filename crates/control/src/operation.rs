@@ -2,6 +2,7 @@
 
 mod claim;
 mod copies;
+mod devices;
 pub(crate) mod migration;
 mod power;
 

@@ -37,6 +37,7 @@ pub(super) async fn connected(agent: &dyn HostAgent, session: &Session) {
     assert_eq!(Some(nic.nic), session.spec.nics().next().map(|nic| nic.nic));
     let [forward] = &nic.forwards[..] else { panic!("one port: {nic:?}") };
     assert!(forward.host_port != 0 && forward.guest_port == 22, "{forward}");
+    assert_eq!(nic.link, Some(NicLink::Up));
     // Its cable is plugged out and in; another card it does not become.
     for link in [NicLink::Down, NicLink::Up] {
         let mut spec = session.spec.clone();
@@ -46,6 +47,7 @@ pub(super) async fn connected(agent: &dyn HostAgent, session: &Session) {
             }
         });
         done(agent.register_vm(spec.clone()).await, "another link while it runs");
+        assert_eq!(session.now(agent).await.nics[0].link, Some(link));
         let mut other = spec.clone();
         for nic in spec.nics() {
             let known = other.nic_mut(nic.nic).expect("the card");

@@ -291,7 +291,8 @@ mod tests {
             link: Default::default(),
         };
         let id = spec.nic;
-        let state = NicState { nic: id, forwards: vec![], interface: None, addresses: vec![] };
+        let (forwards, addresses) = (vec![], vec![]);
+        let state = NicState { nic: id, forwards, interface: None, addresses, link: None };
         let card = Card { state, tap: Some(OpenTap::made_of(files(), files())) };
         nic(&qmp, 0, &spec, &card).await.unwrap();
         drop(qmp);

@@ -72,7 +72,8 @@ vmseal0:    2000      20    3    4    5     6          7         8     9000     
 
     fn card(interface: Option<&str>) -> NicState {
         let interface = interface.map(str::to_owned);
-        NicState { nic: NicId::new(), forwards: Vec::new(), interface, addresses: Vec::new() }
+        let (forwards, addresses) = (Vec::new(), Vec::new());
+        NicState { nic: NicId::new(), forwards, interface, addresses, link: None }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use jiff::Timestamp;
-use vmseal_api::host::{Attachment, Device, NicState, VmSpec};
+use vmseal_api::host::{Attachment, Device, NicSpec, NicState, VmSpec};
 use vmseal_api::id::{DiskId, NicId};
 
 use super::panics::Panics;
@@ -133,6 +133,20 @@ impl Live {
             Device::Disk(disk) => self.disk(disk.disk).is_some(),
             Device::Nic(nic) => self.nic_ports.contains_key(&nic.nic),
         }
+    }
+
+    /// Notes that QEMU has plugged a network card in or out, as it is to be.
+    pub fn note_link(&mut self, nic: &NicSpec) {
+        for card in self.nics.iter_mut().filter(|card| card.nic == nic.nic) {
+            card.link = Some(nic.link);
+        }
+    }
+
+    /// Whether QEMU has a network card plugged in that is to be out, or the other way round.
+    #[must_use]
+    pub fn has_other_link(&self, nic: &NicSpec) -> bool {
+        let mut links = self.nics.iter().filter(|card| card.nic == nic.nic).map(|card| card.link);
+        links.any(|link| link.is_some_and(|link| link != nic.link))
     }
 
     /// How QEMU has a disk; none where the guest does not have it.

@@ -258,6 +258,7 @@ impl Known {
                 NicBackend::Bridge { .. } => Some("vmseal0".to_owned()),
             },
             addresses: Vec::new(),
+            link: Some(nic.link),
         };
         match self.power {
             Power::Running | Power::Stopping | Power::Paused => spec.nics().map(nic).collect(),

@@ -588,7 +588,8 @@ impl Owner {
 
     async fn register(&mut self, spec: VmSpec) -> Result<(), Problem> {
         // Repeating the same is always allowed.
-        if self.registered() == &spec {
+        let is_done = !self.has_guest() || self.links_not_set(&spec).is_empty();
+        if self.registered() == &spec && is_done {
             return Ok(());
         }
         self.may_register(&spec)?;

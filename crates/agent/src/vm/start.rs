@@ -199,6 +199,7 @@ pub async fn boot(
         // The guest is told that the medium has changed: it drops what it has cached of the former one.
         cdrom::change(&qmp, medium.as_ref()).await.map_err(internal)?;
     }
+    spec.nics().for_each(|nic| live.note_link(nic));
     let running = Running {
         directory: directory.clone(),
         qemu,
@@ -379,6 +380,7 @@ pub async fn reconnect(
     let spec = &spec;
     // An agent may have ended between putting it on record and doing it.
     set_links(&qmp, spec).await?;
+    spec.nics().for_each(|nic| live.note_link(nic));
     // An earlier agent may not have noted it.
     let card_roms = has_card_roms(&qmp, spec).await;
     live.card_roms |= card_roms;

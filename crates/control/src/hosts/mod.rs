@@ -1,6 +1,7 @@
 //! The hosts: one monitor each, their last known states, and the connections to their agents.
 
 pub mod alarms;
+mod card_links;
 pub mod connector;
 #[cfg(test)]
 mod connector_tests;
@@ -42,8 +43,8 @@ pub use self::earlier_agents::for_agent;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    about, definition_at, definition_with, read as definition, register, register_with,
-    register_without_key, spec_of, spec_of_disk,
+    about, definition_at, definition_with, has_devices, read as definition, register,
+    register_locked, register_with, register_without_key, spec_of, spec_of_disk,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

@@ -36,6 +36,7 @@ use vmseal_api::problem::Problem;
 use vmseal_api::request_id::{self, RequestId};
 
 use super::alarms;
+use super::card_links::CardLinks;
 use super::earlier_agents::for_agent;
 use super::evacuated;
 use super::key_delivery::{Delivery, KeyDeliveries};
@@ -86,6 +87,8 @@ pub(super) struct Monitor {
     /// VMs of which their descriptors know more than the inventory, which was restored from a backup, or may do, as one cannot be
     /// looked at; why, and when the host was asked.
     older: HashMap<VmId, (Problem, Instant)>,
+    /// Has guests that run get the links of their network cards that were set while the host was away.
+    links: CardLinks,
     /// Rung when the inventory's VMs of the host have changed.
     wake: Arc<Notify>,
 }
@@ -102,8 +105,8 @@ impl Monitor {
     ) -> Self {
         let (id, name) = (host.id, host.name.clone());
         let deliveries = KeyDeliveries::default();
-        let older = HashMap::new();
-        Self { id, name, store, providers, agent, locks, view, deliveries, older, wake }
+        let (older, links) = (HashMap::new(), CardLinks::default());
+        Self { id, name, store, providers, agent, locks, view, deliveries, older, links, wake }
     }
 
     /// Runs until it is dropped.
@@ -175,6 +178,7 @@ impl Monitor {
         self.deliveries = KeyDeliveries::default();
         // All are compared again: this run may see a datastore that the earlier one did not.
         self.older.clear();
+        self.links = CardLinks::default();
         let settled = async {
             let state = self.agent.state_now().await?;
             if state.incarnation != description.incarnation {
@@ -279,8 +283,8 @@ impl Monitor {
         self.agent.state_now().await
     }
 
-    /// Registers the VMs that the host does not know, starts the delivery of keys that it lacks, and unregisters VMs
-    /// that the inventory does not have. Fails only if the host does not answer.
+    /// Registers the VMs that the host does not know, starts the delivery of keys that it lacks, has guests get the links that their cards
+    /// are to have, and unregisters VMs that the inventory does not have. Fails only if the host does not answer.
     async fn supply(
         &mut self,
         description: &HostDescription,
@@ -332,6 +336,9 @@ impl Monitor {
                 Err(problem) => self.deliveries.failed(vm, problem),
             }
         }
+        let (store, agent) = (&self.store, &*self.agent);
+        let here = (self.id, description);
+        self.links.set(store, agent, &self.locks, here, state).await?;
         // Read after the state: what is in it and was forgotten since has no row any more.
         let taken_away = evacuations::of_host(&mut *self.store.read().await?, self.id).await?;
         for seen in &state.vms {

@@ -1,10 +1,12 @@
 //! The registration of a VM on its host.
 
+use std::collections::BTreeSet;
+
 use vmseal_api::host::descriptor::bound_descriptions;
 use vmseal_api::host::{
-    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec,
+    AboutVm, ArrivingCopy, Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec, VmSpec, VmState,
 };
-use vmseal_api::id::{HostId, VmId};
+use vmseal_api::id::{DiskId, HostId, NicId, VmId};
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -102,6 +104,20 @@ pub async fn read(store: &Store, vm: VmId) -> Result<Option<(Vm, VmSpec)>, Store
     Ok(Some((vm, spec)))
 }
 
+/// Whether the guest of a VM has exactly these disks and network cards: to register the VM again with them plugs nothing in or out. What
+/// the host does not tell counts as different.
+#[must_use]
+pub fn has_devices(
+    seen: &VmState,
+    disks: impl Iterator<Item = DiskId>,
+    nics: impl Iterator<Item = NicId>,
+) -> bool {
+    let Some(with) = &seen.started_with else { return false };
+    let guests: BTreeSet<DiskId> = with.disks.iter().map(|disk| disk.disk).collect();
+    let cards: BTreeSet<NicId> = seen.nics.iter().map(|nic| nic.nic).collect();
+    guests == disks.collect::<BTreeSet<_>>() && cards == nics.collect::<BTreeSet<_>>()
+}
+
 /// The definition of a VM for a host that may get it: its datastores are where that host has them.
 ///
 /// # Errors
@@ -172,6 +188,14 @@ pub async fn register_with(
 /// `not-found`: the inventory does not have it; `wrong-state`: it is newer on its datastore, and the server was restored; or the host's.
 pub async fn register(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Problem> {
     let _unchanged = hosts.lock(vm).await;
+    register_locked(store, hosts, vm).await
+}
+
+/// The same by a caller that has the VM's lock.
+///
+/// # Errors
+/// Those of [`register`].
+pub async fn register_locked(store: &Store, hosts: &Hosts, vm: VmId) -> Result<Vm, Problem> {
     let Some((vm, spec)) = read(store, vm).await? else {
         return Err(Problem::not_found("VM", vm));
     };

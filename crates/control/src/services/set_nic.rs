@@ -1,5 +1,6 @@
 //! How a network card of a VM is changed that is made.
 
+use sqlx::SqliteConnection;
 use vmseal_api::host::{NicSpec, VmChange};
 use vmseal_api::model::{Plan, Vm};
 use vmseal_api::nic::NicLink;
@@ -9,11 +10,12 @@ use vmseal_api::request::SetNic;
 use super::caller::{Caller, Privilege};
 use super::vms::{require_no_template, require_ready};
 use super::{Outcome, Services, examine_change};
-use crate::hosts::restored;
+use crate::hosts::{is_silence, register_locked, restored};
 use crate::store::events::NewEvent;
-use crate::store::{nics, vms};
+use crate::store::{nics, tasks, vms};
 
-/// Plugs a network card in or out, while its VM runs, too. A host that is away does it when it is back.
+/// Plugs a network card in or out, while its VM runs, too, but not while a task changes the VM's devices. A host that is away does it when
+/// it is back.
 pub async fn set(
     services: &Services,
     caller: &Caller,
@@ -44,6 +46,7 @@ pub async fn set(
         );
         return Err(Problem::new(ErrorCode::WrongState, what));
     }
+    require_devices_stay(&mut *services.store.read().await?, &vm).await?;
     if dry_run {
         let step = format!("set the link of network card '{}' {}", nic.name, link.name());
         let planned = Plan {
@@ -58,12 +61,10 @@ pub async fn set(
     let detail = format!("the link of network card '{}' is set {}", nic.name, link.name());
     let event =
         NewEvent { kind: "vm.changed", actor: caller.name(), target: &vm.name, detail: &detail };
-    note(services, &vm, nic, link, Some(event)).await?;
-    if let Err(problem) = crate::hosts::register(&services.store, &services.hosts, vm.id).await
-        && !crate::hosts::is_silence(&problem)
-    {
-        note(services, &vm, nic, nic.link, None).await?;
-        return Err(problem);
+    match change(services, &vm, nic, link, event).await {
+        // It may have come back meanwhile, and nothing else changes there.
+        Err(problem) if is_silence(&problem) => services.hosts.look_again(vm.host),
+        answer => answer?,
     }
     super::vms::show(services, caller, &vm.id.to_string()).await.map(Outcome::Done)
 }
@@ -77,22 +78,49 @@ async fn not_now(
 ) -> Result<Option<String>, Problem> {
     let change = VmChange::SetLink { nic: nic.nic, link };
     match examine_change::ask(services, vm, change).await {
-        Err(problem) if crate::hosts::is_silence(&problem) => {
+        Err(problem) if is_silence(&problem) => {
             Ok(Some(format!("host '{}' does it when it is back", vm.host_name)))
         }
         answer => answer,
     }
 }
 
-/// Notes in the inventory what the host is to know next.
-async fn note(
+/// Has the inventory, and then the host, have another link; the inventory alone where the host does not answer.
+async fn change(
     services: &Services,
     vm: &vms::Vm,
     nic: &NicSpec,
     link: NicLink,
-    event: Option<NewEvent<'_>>,
+    event: NewEvent<'_>,
 ) -> Result<(), Problem> {
     let _unchanged = services.hosts.lock(vm.id).await;
+    // A task may have begun since. One that begins from here on tells the host of its devices after this.
+    require_devices_stay(&mut *services.store.read().await?, vm).await?;
+    note(services, nic, link, Some(event)).await?;
+    let told = register_locked(&services.store, &services.hosts, vm.id).await;
+    if let Err(problem) = &told
+        && !is_silence(problem)
+    {
+        note(services, nic, nic.link, None).await?;
+    }
+    told.map(drop)
+}
+
+/// Refuses while a task changes the VM's devices: the host would forget those that the task alone has told it of.
+async fn require_devices_stay(from: &mut SqliteConnection, vm: &vms::Vm) -> Result<(), Problem> {
+    match tasks::holding(from, vm.id).await? {
+        Some(task) if task.operation.changes_devices() => Err(tasks::in_the_way(&task, &vm.name)),
+        _ => Ok(()),
+    }
+}
+
+/// Notes in the inventory what the host is to know next.
+async fn note(
+    services: &Services,
+    nic: &NicSpec,
+    link: NicLink,
+    event: Option<NewEvent<'_>>,
+) -> Result<(), Problem> {
     let mut write = services.store.write().await?;
     nics::set_link(&mut write, nic.nic, link).await?;
     if let Some(event) = event {

@@ -3,14 +3,14 @@
 //! The inventory changes at once. What a guest that runs cannot get takes effect when it is started next, and is shown
 //! as such.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use vmseal_api::boot::{BootDevice, Cdrom};
 use vmseal_api::compliance::Requirement;
 use vmseal_api::hardware::{Hardware, MemoryBacking};
 use vmseal_api::host::version::{ABOUT, PANIC, SET_RUNNING};
 use vmseal_api::host::{Power, VmState};
-use vmseal_api::id::{DiskId, NicId, VmId, check_name};
+use vmseal_api::id::{VmId, check_name};
 use vmseal_api::model::{Plan, Vm};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::SetVm;
@@ -201,20 +201,16 @@ async fn require_no_processor_in_use(
 }
 
 /// Whether the guest of a VM has exactly the disks and network cards that the inventory knows. An inventory that was restored may lack
-/// some, or have some that were removed since. What the host does not tell counts as different.
+/// some, or have some that were removed since.
 async fn has_the_devices(
     write: &mut sqlx::SqliteConnection,
     vm: VmId,
     seen: Option<&VmState>,
 ) -> Result<bool, Problem> {
     let Some(seen) = seen else { return Ok(false) };
-    let Some(with) = &seen.started_with else { return Ok(false) };
-    let disks = disks::of_vm(write, vm).await?;
+    let (disks, cards) = (disks::of_vm(write, vm).await?, nics::of_vm(write, vm).await?);
     let disks = disks.iter().filter(|disk| !disk.detached).map(|disk| disk.id);
-    let disks: BTreeSet<DiskId> = disks.collect();
-    let guests: BTreeSet<DiskId> = with.disks.iter().map(|disk| disk.disk).collect();
-    let cards: BTreeSet<NicId> = nics::of_vm(write, vm).await?.iter().map(|it| it.nic).collect();
-    Ok(disks == guests && cards == seen.nics.iter().map(|it| it.nic).collect::<BTreeSet<_>>())
+    Ok(hosts::has_devices(seen, disks, cards.iter().map(|card| card.nic)))
 }
 
 /// What a template is cannot change, but what is said of it; a VM becomes one while it is off.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use sqlx::{FromRow, SqliteConnection};
 use vmseal_api::host::NicSpec;
-use vmseal_api::id::{NicId, VmId};
+use vmseal_api::id::{HostId, NicId, VmId};
 use vmseal_api::nic::{MacAddress, MacPrefix, NicLink};
 
 use super::{Part, StoreError, from_json, from_name, parse, taken, to_json, to_name};
@@ -108,6 +108,25 @@ pub async fn of_part(
         nics.entry(vm).or_default().push(nic);
     }
     Ok(nics)
+}
+
+/// How the network cards of a host's VMs are to be plugged in, without those that are being taken from them.
+pub async fn links_on_host(
+    from: &mut SqliteConnection,
+    host: HostId,
+) -> Result<HashMap<NicId, NicLink>, StoreError> {
+    let rows: Vec<(String, String)> = sqlx::query_as(
+        "SELECT n.id, n.link FROM placements o JOIN nics n ON n.vm_id = o.vm_id
+         WHERE o.host_id = $1 AND o.role = 'owner' AND NOT n.leaving",
+    )
+    .bind(host.to_string())
+    .fetch_all(from)
+    .await?;
+    let read = |(nic, link): (String, String)| {
+        let link: NicLink = from_name(&link, "whether a network card is plugged in")?;
+        Ok::<_, StoreError>((parse(&nic, "a network card's id")?, link))
+    };
+    rows.into_iter().map(read).collect()
 }
 
 /// The place of a network card among those of its VM; none where there is no such card.

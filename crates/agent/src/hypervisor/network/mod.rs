@@ -110,7 +110,9 @@ fn open_chosen(
     let before = before.iter().find(|before| before.nic == nic.nic);
     let forwards = chosen.choose(nic, before.map_or(&[], |before| &before.forwards))?;
     let interface = tap.as_ref().map(|open| open.tap.name.clone());
-    let state = NicState { nic: nic.nic, forwards, interface, addresses: Vec::new() };
+    // QEMU does not have it yet.
+    let link = None;
+    let state = NicState { nic: nic.nic, forwards, interface, addresses: Vec::new(), link };
     Ok(Card { state, tap })
 }
 

@@ -141,7 +141,9 @@ impl From<Forward> for PortForward {
 }
 
 impl From<&NicState> for NicInUse {
-    fn from(NicState { nic, forwards, interface, addresses: _ }: &NicState) -> Self {
+    fn from(state: &NicState) -> Self {
+        // Whether it is plugged in is in the specification, and an agent that adopts the VM has QEMU do it again.
+        let NicState { nic, forwards, interface, addresses: _, link: _ } = state;
         let forwards = forwards.iter().map(Forward::from).collect();
         Self { nic: *nic, forwards, interface: interface.clone() }
     }
@@ -150,6 +152,6 @@ impl From<&NicState> for NicInUse {
 impl From<NicInUse> for NicState {
     fn from(NicInUse { nic, forwards, interface }: NicInUse) -> Self {
         let forwards = forwards.into_iter().map(PortForward::from).collect();
-        Self { nic, forwards, interface, addresses: Vec::new() }
+        Self { nic, forwards, interface, addresses: Vec::new(), link: None }
     }
 }

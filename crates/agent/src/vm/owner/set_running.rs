@@ -149,10 +149,13 @@ impl Owner {
         if known.key != new.key {
             self.kek = None;
         }
+        let mut links = difference.links;
+        links.extend(self.links_not_set(&new));
         self.keep(now).await?;
-        for nic in &difference.links {
+        for nic in links {
             let Some(running) = self.running() else { return Err(not_there()) };
             set_link(&running.qmp, nic.nic, nic.link).await?;
+            running.live.note_link(&nic);
         }
         if difference.medium {
             self.change_medium(&new.hardware).await?;
@@ -181,6 +184,16 @@ impl Owner {
         self.next = (self.spec != new).then_some(new);
         self.describe();
         Ok(())
+    }
+
+    /// The network cards that QEMU did not plug in or out when it was asked before: the record has them as they are to be.
+    pub(super) fn links_not_set(&self, new: &VmSpec) -> Vec<NicSpec> {
+        let (State::Running(running) | State::Stopping { running, .. }) = &self.state else {
+            return Vec::new();
+        };
+        let is_known = |nic: &NicSpec| self.spec.nics().any(|known| known == nic);
+        let nics = new.nics().filter(|&nic| is_known(nic) && running.live.has_other_link(nic));
+        nics.cloned().collect()
     }
 
     /// What registering the VM anew would change of what runs.
@@ -299,6 +312,7 @@ impl Owner {
             self.forget_nic(nic.nic).await?;
             return linked;
         }
+        running.live.note_link(&nic);
         self.spec = spec;
         Ok(())
     }

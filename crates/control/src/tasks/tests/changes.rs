@@ -359,6 +359,99 @@ async fn a_card_has_its_address_until_its_guest_has_let_it_go() {
     fixture.requested(&services, with_address_of(&nic)).await;
 }
 
+/// Its host would forget a disk that is being made. What only reads the VM is no reason to refuse.
+#[tokio::test]
+async fn a_link_is_set_beside_a_proof_and_not_while_a_disk_is_added() {
+    let mut fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let me = Caller::administrator("me");
+    for (step, refuses) in [("create-disk", true), ("prove", false)] {
+        let (faults, done) = at(step, TaskState::Running, FaultPoint::After, Fault::Crash, 1);
+        fixture.restart(|engine| engine.environment.faults = Some(faults)).await;
+        let operation = match refuses {
+            true => Change::AddDisk.operation(&fixture, vm).await,
+            false => Operation::ProveVm { vm, all: false, seed: 1 },
+        };
+        let task = fixture.begin(operation, "web").await;
+        let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+        fixture.eventually("it crashes", crashed).await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        for dry_run in [true, false] {
+            let down = SetNic { link: NicLink::Down };
+            let set = set_nic::set(&services, &me, "web", "nic0", down, dry_run).await;
+            if refuses {
+                let refused = set.unwrap_err();
+                assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+                assert!(refused.detail.contains(&task.to_string()), "{refused}");
+            } else {
+                set.unwrap();
+            }
+        }
+        let expected = if refuses { NicLink::Up } else { NicLink::Down };
+        assert_eq!(cards(&fixture, vm).await[0].link, expected, "{step}");
+        assert_eq!(links(&fixture, vm), [expected], "{step}");
+        let registered = fixture.agent.registered_as(vm).unwrap();
+        let disks = fixture.disks(vm).await;
+        assert!(disks.iter().all(|disk| registered.disk(disk.id).is_some()), "{step}");
+        fixture.restart(|_| {}).await;
+        fixture.ends_well(task).await;
+    }
+}
+
+/// How the guest of a VM has its cards plugged in.
+fn links(fixture: &Fixture, vm: VmId) -> Vec<NicLink> {
+    fixture.agent.runs_with(vm).unwrap().nics().map(|nic| nic.link).collect()
+}
+
+/// Whether its agent has restarted meanwhile or not: the guest runs on, with its cable as it was.
+#[tokio::test]
+async fn a_host_that_was_away_plugs_a_card_in_and_out_when_it_is_back() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let card = || (NicBackend::User { forwards: vec![] }, None);
+    let begun = async |name: &'static str| {
+        let vm = fixture.requested(&services, with_cards(name, vec![card(), card()])).await;
+        fixture.done(Operation::StartVm { vm, boot_once: None }, name).await;
+        vm
+    };
+    let (changing, vm) = (begun("changing").await, begun("web").await);
+    let set = async |name: &'static str, link| {
+        set_nic::set(&services, &me, name, "nic0", SetNic { link }, false).await.unwrap();
+    };
+    let becomes = async |vm: VmId, expected: [NicLink; 2]| {
+        let is_so = async || (links(&fixture, vm) == expected).then_some(());
+        fixture.eventually("the links of the guest", is_so).await;
+    };
+    // A card is being taken from one of them, which the monitor comes to first.
+    let leaves = async |leaving| {
+        let mut read = fixture.store.read().await.unwrap();
+        let nic = nics::all_of_vm(&mut read, changing).await.unwrap().remove(1).nic;
+        drop(read);
+        let mut write = fixture.store.write().await.unwrap();
+        nics::set_leaving(&mut write, nic, leaving).await.unwrap();
+        write.commit().await.unwrap();
+    };
+    fixture.agent.set_reachable(false);
+    leaves(true).await;
+    set("changing", NicLink::Down).await;
+    set("web", NicLink::Down).await;
+    let up = [NicLink::Up, NicLink::Up];
+    assert_eq!(links(&fixture, vm), up, "it was told while it was away");
+    fixture.agent.set_reachable(true);
+    becomes(vm, [NicLink::Down, NicLink::Up]).await;
+    assert_eq!(links(&fixture, changing), up, "a guest loses a card that a task takes from it");
+    leaves(false).await;
+    fixture.hosts.look_again(fixture.host);
+    becomes(changing, [NicLink::Down, NicLink::Up]).await;
+
+    fixture.agent.set_reachable(false);
+    set("web", NicLink::Up).await;
+    fixture.agent.restart();
+    fixture.agent.set_reachable(true);
+    becomes(vm, up).await;
+}
+
 /// A guest that has got a card, and keeps it when that is undone, has its address until it is removed.
 #[tokio::test]
 async fn an_addition_that_cannot_be_undone_leaves_the_card_to_be_removed() {
