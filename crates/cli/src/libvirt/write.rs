@@ -335,7 +335,7 @@ pub fn left_out(vm: &Vm) -> Vec<String> {
     open.map(|(nic, port)| {
         let (name, protocol, guest_port) = (&nic.name, port.protocol.name(), port.guest_port);
         format!(
-            "the host's port that leads to {protocol} {guest_port} of the guest by network card '{name}': it is chosen when the VM starts. The domain that is printed while the VM runs has it (--images DIR has that name files, too); or write one into this (<portForward>)"
+            "the host's port that leads to {protocol} {guest_port} of the guest by network card '{name}': it is chosen when the VM starts. Print the domain while the VM runs (with --images DIR its disks are files then, too), or write a port into this one (<portForward>)"
         )
     })
     .collect()
