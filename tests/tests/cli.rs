@@ -100,6 +100,7 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         (0, &["vm", "show", "a", "--libvirt"]),
         (2, &["vm", "show", "a", "--images", "/srv/out"]),
         (2, &["vm", "show", "a", "--libvirt", "--images", "out"]),
+        (2, &["vm", "show", "a", "--libvirt", "-o", "json"]),
         (2, &["vm", "encrypt"]),
         (2, &["vm", "decrypt", "b"]),
         (2, &["vm", "recrypt", "b", "--deep", "--provider", "keys"]),
@@ -111,6 +112,12 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
         (6, &["vm", "list", "--server", "https://127.0.0.1:1"]),
         (1, &["vm", "list", "--ca", "/nowhere"]),
         (1, &["image", "list", "--dir", "/nowhere"]),
+        (1, &["provider", "unlock", "keys", "--passphrase-file", "/nowhere"]),
+        (1, &["server", "restore", "/nowhere", "--data-dir", "/nowhere"]),
+        (
+            1,
+            &["vm", "import", "--policy", "plain", "--datastore", "local", "--libvirt", "/nowhere"],
+        ),
         (2, &["image", "build", "ubuntu"]),
     ] {
         assert_eq!(exit_code(&here, arguments), code, "{arguments:?}");

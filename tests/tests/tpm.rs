@@ -421,9 +421,16 @@ fn what_a_tpm_keeps_leaves_with_its_vm_and_comes_back() {
     let shown = ["vm", "show", "web", "--libvirt", "--images", text(&out).unwrap()];
     let shown = here.try_vmseal(&shown).unwrap();
     let said = String::from_utf8_lossy(&shown.stderr).into_owned();
-    let said = said.lines().find_map(|it| it.trim().strip_prefix("vmseal disk export web disk0 "));
-    let of_disk: Vec<_> = said.unwrap().split_whitespace().collect();
-    here.vmseal(&[&["disk", "export", "web", "disk0"][..], &of_disk[..]].concat()).unwrap();
+    // The commands that it says do what it says; what is for root puts the file where libvirt of this machine would have it.
+    for disk in ["disk0", "tpm"] {
+        let begin = format!("vmseal disk export web {disk} ");
+        let command = said.lines().find_map(|it| it.trim().strip_prefix(&begin)).unwrap();
+        let command: Vec<_> = command.split_whitespace().collect();
+        here.vmseal(&[&["disk", "export", "web", disk][..], &command[..]].concat()).unwrap();
+    }
+    let exported = out.join("web-tpm2-00.permall");
+    let placed = format!("install -D -m 600 {} /var/lib/libvirt/swtpm/", text(&exported).unwrap());
+    assert!(said.contains(&placed), "{said}");
     std::fs::write(&xml, &shown.stdout).unwrap();
     here.vmseal(&["vm", "delete", "web"]).unwrap();
 
@@ -434,7 +441,7 @@ fn what_a_tpm_keeps_leaves_with_its_vm_and_comes_back() {
     std::fs::copy(&file, &kept).unwrap();
     let answers = ask_in_the_clear(&swtpm, &[read()]);
     assert!(answers[0].contains(&format!("0010{}", hex(MARKER))), "{answers:?}");
-    for state in [&file, &kept] {
+    for state in [&exported, &kept] {
         let import = ["vm", "import", "--libvirt", text(&xml).unwrap(), "--policy", "encrypted"];
         let more = ["--datastore", "local", "--tpm-state", text(state).unwrap()];
         here.vmseal(&[&import[..], &more].concat()).unwrap();

@@ -486,7 +486,15 @@ fn a_libvirt_domain_comes_in_and_what_runs_is_shown_as_one() {
     let names =
         ["disks/0/name", "disks/1/name"].map(|at| shown.pointer(&format!("/{at}")).unwrap());
     assert_eq!((names[0], names[1], &shown["vcpus"]), (&"vdb".into(), &"vda".into(), &2.into()));
-    let off = here.vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
+    let off = here.try_vmseal(&["vm", "show", "web", "--libvirt"]).unwrap();
+    let said = String::from_utf8_lossy(&off.stderr).into_owned();
+    assert!(said.contains("leads to tcp 22 of the guest by network card 'nic0'"), "{said}");
+    let off = String::from_utf8(off.stdout).unwrap();
+    assert!(off.contains("<range start='20080' to='80'/>"), "{off}");
+    let listed = here.vmseal(&["nic", "list"]).unwrap();
+    for port in ["tcp:127.0.0.1:any:22", "tcp:127.77.0.1:20080:80"] {
+        assert!(listed.contains(port), "{listed}");
+    }
     let file = "<source file='/var/lib/libvirt/images/web-vdb.qcow2'/>";
     assert!(off.contains(file) && !off.contains(".sock"), "{off}");
     assert_eq!(

@@ -626,6 +626,18 @@ pub struct Nic {
     pub addresses: Vec<IpAddr>,
 }
 
+impl Nic {
+    /// The ports of the host that lead into the guest: those in force, else those that were asked for, of which port 0 is one that is
+    /// chosen when the VM starts.
+    #[must_use]
+    pub fn ports(&self) -> &[PortForward] {
+        match &self.forwards[..] {
+            [] => self.backend.forwards(),
+            in_force => in_force,
+        }
+    }
+}
+
 /// Something that happened; never changed, kept in order. Every use of a key is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

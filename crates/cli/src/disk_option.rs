@@ -16,6 +16,9 @@ use crate::stream::say;
 /// The keys of the option.
 pub const DISK_KEYS: [&str; 6] = ["datastore", "size", "name", "image", "format", "encrypted"];
 
+/// What to do if the size of an image cannot be read here.
+const SIZE_OF_IMAGE: &str = "if it is on the datastore's host, and that is another machine, give its size as well (size=SIZE)";
+
 /// The values of its key `encrypted`.
 pub const YES_NO: [(&str, bool); 2] = [("yes", true), ("no", false)];
 
@@ -63,7 +66,8 @@ fn read(option: &str, parts: Parts, index: usize, terminal: bool) -> anyhow::Res
     };
     let size = match (parts.size, &image) {
         (Some(size), _) => size,
-        (None, Some((image, format))) => images::size_of_image(image, *format)?,
+        (None, Some((image, format))) => images::size_of_image(image, *format)
+            .map_err(|error| images::with_remedy(error, SIZE_OF_IMAGE))?,
         (None, None) => {
             let message = format!("--disk {option}: give size=SIZE or image=FILE,format=FORMAT");
             return Err(Ended::new(Exit::Usage, message).into());

@@ -60,11 +60,39 @@ const NIC_FIELDS: [&str; 5] = ["backend", "link", "mac", "model", "name"];
 /// field that is no option stays, but for a network card that the VM has already: the message has its name.
 pub fn name_option(error: &mut anyhow::Error, command: &Command, parsed: &ArgMatches) {
     let given = Given::leaf(command, parsed);
+    each_problem(error, |problem| given.name_option(problem));
+}
+
+fn each_problem(error: &mut anyhow::Error, change: impl Fn(&mut Problem)) {
     if let Some(problem) = error.downcast_mut::<Problem>() {
-        given.name_option(problem);
+        change(problem);
     } else if let Some(failed) = error.downcast_mut::<FailedTasks>() {
-        failed.problems().for_each(|problem| given.name_option(problem));
+        failed.problems().for_each(change);
     }
+}
+
+/// Has a problem with a network card name the interface of the libvirt domain that it is. The cards of these interfaces are the
+/// first ones of the request; those of options come after them, and are counted from 0 again.
+pub fn name_interface(error: &mut anyhow::Error, interfaces: &[String]) {
+    each_problem(error, |problem| {
+        let named = problem.field.as_deref().and_then(|field| of_interface(field, interfaces));
+        if named.is_some() {
+            problem.field = named;
+        }
+    });
+}
+
+fn of_interface(field: &str, interfaces: &[String]) -> Option<String> {
+    let (head, part) = field.split_once('.').unwrap_or((field, ""));
+    let (list, place) = element(head)?;
+    let index = place.checked_sub(1).filter(|_| list == "nics")?;
+    if let Some(interface) = interfaces.get(index) {
+        let part = part_of_nic(part);
+        let part = if part.is_empty() { part } else { format!(", {part}") };
+        return Some(format!("--libvirt ({interface}{part})"));
+    }
+    let own = index.checked_sub(interfaces.len())?;
+    Some(format!("nics[{own}]{}", field.strip_prefix(head)?))
 }
 
 /// The command that was given, the last of its words, and what it was given with.
@@ -538,6 +566,28 @@ mod tests {
         let text = formatted.unwrap_or(expression);
         let text = text.strip_prefix('"').and_then(|it| it.strip_suffix('"')).unwrap_or(text);
         text.replace("[{index}]", "[0]")
+    }
+
+    #[test]
+    fn a_card_of_a_domain_is_told_as_its_interface_and_one_of_an_option_as_that() {
+        let line = "vmseal vm import --libvirt f --policy p --datastore d --nic user";
+        let interfaces = ["interface 52:54:00:12:34:56", "interface 2"].map(str::to_owned);
+        for (field, named) in [
+            ("nics[0].mac", "--libvirt (interface 52:54:00:12:34:56, mac)"),
+            ("nics[1].backend", "--libvirt (interface 2)"),
+            ("nics[1].backend.forwards[0]", "--libvirt (interface 2, the 1st forward)"),
+            ("nics[2].mac", "--nic (the 1st, mac)"),
+            ("memory", "--memory"),
+        ] {
+            let mut error = anyhow::Error::from(Problem::invalid(field, "is wrong"));
+            name_interface(&mut error, &interfaces);
+            assert_eq!(renamed(line, error).to_string(), format!("{named}: is wrong"));
+        }
+        // No interface of a domain: nothing else is told.
+        let mut error = anyhow::Error::from(Problem::invalid("nics[0].mac", "is wrong"));
+        name_interface(&mut error, &[]);
+        let told = renamed(CREATE, error).to_string();
+        assert_eq!(told, "--nic (the 1st, mac): is wrong");
     }
 
     #[test]

@@ -227,14 +227,44 @@ pub fn is_name(image: &Path) -> bool {
     !image.as_os_str().is_empty() && !image.to_string_lossy().contains('/')
 }
 
+/// An image that this machine cannot read.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// There is none.
+    #[error("there is no file {} on this machine", .0.display())]
+    Missing(PathBuf),
+    /// There is one.
+    #[error("cannot read the image {} on this machine: {}", .0.display(), .1)]
+    Refused(PathBuf, io::Error),
+}
+
+impl Unreadable {
+    fn new(image: &Path, error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::Missing(image.to_owned()),
+            _ => Self::Refused(image.to_owned(), error),
+        }
+    }
+}
+
+/// The same error, with what to do if it is of an image that this machine cannot read: after what is the matter with it.
+pub fn with_remedy(error: anyhow::Error, remedy: &str) -> anyhow::Error {
+    match error.downcast_ref::<Unreadable>() {
+        Some(unreadable) => anyhow::anyhow!("{unreadable}: {remedy}"),
+        None => error,
+    }
+}
+
 /// The size of the disk in an image, rounded up to whole sectors, as disks must have.
+///
+/// # Errors
+/// [`Unreadable`], or what the image is in place of one.
 pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
-    let unreadable =
-        || format!("cannot read the size of {} on this machine: give size=SIZE", image.display());
+    let unreadable = |error| Unreadable::new(image, error);
     let size = match format {
-        ImageFormat::Raw => std::fs::metadata(image).with_context(unreadable)?.len(),
+        ImageFormat::Raw => std::fs::metadata(image).map_err(unreadable)?.len(),
         ImageFormat::Qcow2 => {
-            let file = File::open(image).with_context(unreadable)?;
+            let file = File::open(image).map_err(unreadable)?;
             let header = vmseal_qcow2::examine(&file);
             header.with_context(|| format!("{} cannot be imported", image.display()))?.size
         }
@@ -245,6 +275,23 @@ pub fn size_of_image(image: &Path, format: ImageFormat) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_that_is_not_there_is_said_first_and_what_to_do_then() {
+        let directory = tempfile::tempdir().unwrap();
+        let (missing, other) = (directory.path().join("a.raw"), directory.path().join("b.qcow2"));
+        for format in ImageFormat::ALL {
+            let error = with_remedy(size_of_image(&missing, format).unwrap_err(), "do this");
+            let expected =
+                format!("there is no file {} on this machine: do this", missing.display());
+            assert_eq!(crate::exit::text(&error), expected);
+        }
+        // Whoever can read it has nothing to do with where it is.
+        std::fs::write(&other, [7; 4096]).unwrap();
+        let error = size_of_image(&other, ImageFormat::Qcow2).unwrap_err();
+        let error = crate::exit::text(&with_remedy(error, "do this"));
+        assert!(error.contains("cannot be imported") && !error.contains("do this"), "{error}");
+    }
 
     #[test]
     fn images_for_uefi_are_told_from_others() {

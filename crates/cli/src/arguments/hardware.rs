@@ -12,16 +12,15 @@ use super::cdrom::BootDevice;
 #[derive(Args, Default)]
 pub struct HardwareOptions {
     /// The firmware. UEFI keeps its variables on a small disk of the VM's, encrypted as its others; with secure boot
-    /// it starts only what is signed with Microsoft's keys. A guest is installed for one of BIOS and UEFI [default: bios; of
-    /// an imported libvirt domain, its own]
+    /// it starts only what is signed with Microsoft's keys. A guest is installed for one of BIOS and UEFI [default: bios]
     #[arg(long, value_enum)]
     pub firmware: Option<Firmware>,
     /// The processor's model: `host`, or a name that QEMU on the host knows [default: host under KVM,
-    /// max without it; of an imported libvirt domain, its own]
+    /// max without it]
     #[arg(long, value_name = "MODEL")]
     pub cpu_model: Option<String>,
     /// What the guest's memory is made of: `hugepages` are pages of 2 MiB that the host has set aside, and all are
-    /// taken when the VM starts [default: pages; of an imported libvirt domain, its own]
+    /// taken when the VM starts [default: pages]
     #[arg(long, value_enum)]
     pub memory_backing: Option<Backing>,
     /// Give it a TPM 2.0. What the TPM keeps is encrypted, so the VM needs a policy that encrypts
@@ -36,7 +35,7 @@ pub struct HardwareOptions {
     #[arg(long, value_name = "ORDER", value_delimiter = ',')]
     pub boot: Vec<BootDevice>,
     /// What its host does when its guest panics: stop it, reset it, or leave it as it is, paused; `coredump-` writes an
-    /// encrypted core dump first [default: destroy; of an imported libvirt domain, its own]
+    /// encrypted core dump first [default: destroy]
     #[arg(long, value_enum)]
     pub on_crash: Option<OnCrash>,
     /// The format of the core dumps that are written then [default: kdump where the host's QEMU writes that, else elf]

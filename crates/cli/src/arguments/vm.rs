@@ -626,7 +626,8 @@ pub struct Import {
     #[command(flatten)]
     pub hardware: HardwareOptions,
     /// The file with a libvirt domain, as `virsh dumpxml --inactive` prints it. Its images are on this
-    /// machine, which must be the host of the datastore. What is not imported is listed
+    /// machine, which must be the host of the datastore. What no option says of the machine, such as --firmware, is as the domain has
+    /// it. What is not imported is listed
     #[arg(long, value_name = "FILE", requires = "datastore")]
     pub libvirt: Option<PathBuf>,
     /// The datastore for the disks of the libvirt domain
@@ -707,7 +708,7 @@ fn delay(text: &str) -> Result<Duration, String> {
 pub struct ShowVm {
     #[command(flatten)]
     pub of: Show,
-    /// Print it as a libvirt domain (XML). The disks of a VM that runs are the sockets of its filter; those of any other
+    /// Print it as a libvirt domain (XML, so without -o). The disks of a VM that runs are the sockets of its filter; those of any other
     /// are files, and standard error says which commands export them
     #[arg(long, conflicts_with = "watch")]
     pub libvirt: bool,

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use vmseal_api::boot::BootDevice;
 use vmseal_api::client::ServerClient;
 use vmseal_api::hardware::Hardware;
-use vmseal_api::request::{CreateDisk, CreateVm};
+use vmseal_api::request::{CreateDisk, CreateNic, CreateVm};
 
 use super::task;
 use crate::arguments::{HardwareOptions, Import, Output};
 use crate::exit::{Ended, Exit};
-use crate::images::size_of_image;
+use crate::images::{size_of_image, with_remedy};
 use crate::libvirt::{TpmState, Variables};
-use crate::{disk_option, libvirt, nic_option, print};
+use crate::{disk_option, field, libvirt, nic_option, print};
 
 /// The default memory of a VM, in bytes.
 const MEMORY: u64 = 512 << 20;
@@ -54,6 +54,7 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
             (request, None, None)
         }
     };
+    let interfaces = interfaces(&request.nics);
     request.nics.extend(nics);
     request.disks.iter_mut().for_each(|disk| disk.force = options.force);
     let of_domain = without_network(request.hardware, request.nics.len());
@@ -67,7 +68,20 @@ pub async fn run(server: &ServerClient, output: Output, options: Import) -> anyh
         (None, Some(of_tpm)) => state_of_domain(of_tpm, options.reset_tpm)?,
         (asked, _) => asked,
     };
-    task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await
+    let begun = task::begin(server, output, "vms", &request, &options.dry_run, &options.wait).await;
+    begun.map_err(|mut error| {
+        field::name_interface(&mut error, &interfaces);
+        error
+    })
+}
+
+/// What the interfaces of a domain are called that its cards were: by their addresses, else by their places among the cards.
+fn interfaces(cards: &[CreateNic]) -> Vec<String> {
+    let called = |(index, card): (usize, &CreateNic)| match card.mac {
+        Some(mac) => format!("interface {mac}"),
+        None => format!("network card {}", index + 1),
+    };
+    cards.iter().enumerate().map(called).collect()
 }
 
 /// The file with the variables of the firmware of a domain; none where it names none, which is said.
@@ -141,9 +155,9 @@ fn machine(of_domain: Hardware, options: HardwareOptions) -> Hardware {
 
 /// What to do if the image of a domain cannot be read.
 fn by_hand(disk: &libvirt::Disk) -> String {
-    let (image, format) = (disk.image.display(), disk.format.name());
+    let (target, image, format) = (&disk.name, disk.image.display(), disk.format.name());
     format!(
-        "a domain does not say how large its disks are: run this on the datastore's host, as a user who may read the image; or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
+        "a domain does not say how large its disks are, so run this on the datastore's host, as a user who may read the image, or name another file (--image {target}:FILE). Or leave out --libvirt and give the disk as --disk datastore=NAME,image={image},format={format},size=SIZE"
     )
 }
 
@@ -169,12 +183,8 @@ fn from_domain(
         Ok(CreateDisk {
             name: disk.name.clone(),
             datastore: datastore.to_owned(),
-            size: size_of_image(&disk.image, disk.format).map_err(|error| match error
-                .downcast_ref::<std::io::Error>()
-            {
-                Some(_) => error.context(by_hand(disk)),
-                None => error,
-            })?,
+            size: size_of_image(&disk.image, disk.format)
+                .map_err(|error| with_remedy(error, &by_hand(disk)))?,
             image: Some(disk.image.clone()),
             format: Some(disk.format),
             force: false,
@@ -241,6 +251,13 @@ mod tests {
                 assert!(refused.to_string().contains(told), "{refused}");
             }
         }
+    }
+
+    #[test]
+    fn an_interface_is_called_by_its_address_where_it_has_one() {
+        let card = |option: &str| nic_option::parse(option).unwrap();
+        let cards = [card("user"), card("bridge=br0,mac=52:54:00:12:34:56")];
+        assert_eq!(interfaces(&cards), ["network card 1", "interface 52:54:00:12:34:56"]);
     }
 
     #[test]

@@ -122,10 +122,7 @@ pub async fn restore(
     dry_run: DryRun,
 ) -> anyhow::Result<()> {
     // Nobody types the passphrase of a file that is not there, or for a directory that a restore refuses.
-    File::open(from).map_err(|error| {
-        let message = format!("cannot read the backup {}: {error}", from.display());
-        Ended::new(Exit::NotFound, message)
-    })?;
+    File::open(from).with_context(|| format!("cannot read the backup {}", from.display()))?;
     backup::check_empty(data_dir)?;
     let given = passphrase::obtain(passphrase, "Passphrase of the backup", Prompt::Once)?;
     if dry_run.dry_run {

@@ -21,7 +21,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::host::Power;
 use vmseal_api::id::VmId;
 use vmseal_api::model::{Nic, Vm};
-use vmseal_api::nic::Protocol;
+use vmseal_api::nic::{NicLink, Protocol};
 
 use crate::arguments::Ssh;
 use crate::connection;
@@ -112,7 +112,8 @@ fn arguments(
 /// Where the SSH server of a running VM is reached: at a forwarded port, else at an address of its own.
 async fn endpoint(vm: &Vm) -> anyhow::Result<SocketAddr> {
     require_running(vm)?;
-    let places = places(&vm.nics);
+    require_link(vm)?;
+    let places = places(plugged(&vm.nics));
     match places[..] {
         [] => {
             let message = if vm.nics.is_empty() {
@@ -162,9 +163,32 @@ fn require_running(vm: &Vm) -> anyhow::Result<()> {
     Err(Ended::new(exit, message).into())
 }
 
+/// The cards whose links are up.
+fn plugged(nics: &[Nic]) -> impl Iterator<Item = &Nic> + Clone {
+    nics.iter().filter(|nic| nic.link == NicLink::Up)
+}
+
+/// Refuses a VM that would be reached by a card whose link is down, with what to do. A forwarded port takes connections all the same,
+/// and they wait for the guest.
+fn require_link(vm: &Vm) -> anyhow::Result<()> {
+    if !places(plugged(&vm.nics)).is_empty() {
+        return Ok(());
+    }
+    let mut pulled = vm.nics.iter().filter(|nic| nic.link == NicLink::Down);
+    let leading = pulled.clone().find(|nic| !places(std::iter::once(*nic)).is_empty());
+    // An address of one that is pulled may not be known yet.
+    let only = || pulled.next().filter(|_| plugged(&vm.nics).next().is_none());
+    let Some(nic) = leading.or_else(only) else { return Ok(()) };
+    let (name, card) = (&vm.name, &nic.name);
+    let message = format!(
+        "VM '{name}' is not reached: the link of its network card '{card}' is down; plug it in (vmseal nic set {name} {card} --link up)"
+    );
+    Err(Ended::new(Exit::Conflict, message).into())
+}
+
 /// Where the SSH server of a VM may be: at a forwarded port, else at the addresses of its own, in their order.
-pub fn places(nics: &[Nic]) -> Vec<SocketAddr> {
-    let forwards = nics.iter().flat_map(|nic| &nic.forwards);
+pub fn places<'a>(nics: impl IntoIterator<Item = &'a Nic> + Clone) -> Vec<SocketAddr> {
+    let forwards = nics.clone().into_iter().flat_map(|nic| &nic.forwards);
     let mut to_ssh =
         forwards.filter(|it| it.protocol == Protocol::Tcp && it.guest_port == SSH_PORT);
     if let Some(forward) = to_ssh.find(|it| it.host_port != 0) {
@@ -175,7 +199,7 @@ pub fn places(nics: &[Nic]) -> Vec<SocketAddr> {
         };
         return vec![SocketAddr::new(address, forward.host_port)];
     }
-    let addresses = nics.iter().flat_map(|nic| &nic.addresses);
+    let addresses = nics.into_iter().flat_map(|nic| &nic.addresses);
     // Which of this machine's links an address of IPv6 for a link is on, nobody knows.
     let reached = addresses.filter(|address| match address {
         IpAddr::V4(_) => true,
@@ -274,7 +298,7 @@ mod tests {
 
     use serde_json::{from_value, json};
     use vmseal_api::id::NicId;
-    use vmseal_api::nic::{NicBackend, NicLink, NicModel, PortForward};
+    use vmseal_api::nic::{NicBackend, NicModel, PortForward};
 
     use super::*;
 
@@ -339,6 +363,50 @@ mod tests {
             let refused = require_running(&vm).unwrap_err();
             assert!(refused.to_string().contains(told), "{refused}");
             assert_eq!(Exit::of(&refused), exit, "{refused}");
+        }
+    }
+
+    /// Name, link, the forwarded ports in force, and the guest's addresses.
+    type Card<'a> = (&'a str, &'a str, &'a [&'a str], &'a [&'a str]);
+
+    fn with_cards(cards: &[Card<'_>]) -> Vm {
+        let card = |(name, link, forwards, addresses): &Card<'_>| {
+            let forwards = forwards.iter().map(|it| it.parse::<PortForward>().unwrap());
+            json!({
+                "id": NicId::new(), "name": name, "mac": "52:54:00:12:34:56", "model": "virtio",
+                "backend": { "kind": "user" }, "link": link, "addresses": addresses,
+                "forwards": forwards.collect::<Vec<_>>(),
+            })
+        };
+        from_value(json!({
+            "id": "11111111-1111-7111-8111-111111111111", "name": "web", "host": "here",
+            "policy": "encrypted", "vcpus": 1, "memory": 512 << 20, "disks": [],
+            "lifecycle": "ready", "power": "running", "nics": cards.iter().map(card).collect::<Vec<_>>(),
+        }))
+        .unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_card_that_is_pulled_is_said_at_once_and_another_one_is_taken() {
+        let (ssh, lan) = (&["tcp:2222:22"][..], &["10.0.0.7"][..]);
+        let (none, to_ssh, to_lan): (&[&str], _, _) = (&[], "127.0.0.1:2222", "10.0.0.7:22");
+        for (cards, reached) in [
+            (&[("a", "up", ssh, none), ("b", "down", none, lan)][..], Ok(to_ssh)),
+            (&[("a", "down", ssh, none), ("b", "up", none, lan)], Ok(to_lan)),
+            (&[("a", "down", ssh, none)], Err("vmseal nic set web a --link up")),
+            (&[("a", "down", none, none)], Err("vmseal nic set web a --link up")),
+            (&[("a", "down", none, none), ("b", "down", none, lan)], Err("set web b --link up")),
+            (&[("a", "up", none, none), ("b", "down", ssh, none)], Err("set web b --link up")),
+            // Neither is known to lead there.
+            (&[("a", "up", none, none), ("b", "down", none, none)], Err("no address of it")),
+        ] {
+            match (endpoint(&with_cards(cards)).await, reached) {
+                (Ok(at), Ok(expected)) => assert_eq!(at.to_string(), expected),
+                (Err(refused), Err(told)) => {
+                    assert!(refused.to_string().contains(told), "{told}: {refused}");
+                }
+                (at, expected) => panic!("{at:?}, not {expected:?}"),
+            }
         }
     }
 

@@ -65,6 +65,7 @@ pub async fn run(server: ServerClient, output: Output, verb: arguments::Vm) -> a
             wake(server, output, &each_once(server, vms).await?, &dry_run).await
         }
         arguments::Vm::Show(how) if how.libvirt => {
+            require_no_format(output)?;
             let vm: Vm = server.get(&format!("vms/{}", how.of.name)).await?;
             show_domain(server, &vm, how.images.as_deref()).await
         }
@@ -376,9 +377,19 @@ fn confirm_loss(vm: &str) -> anyhow::Result<()> {
     super::confirm::removal(&lost, "Remove it")
 }
 
+/// A domain is XML, whatever is asked for.
+fn require_no_format(output: Output) -> anyhow::Result<()> {
+    if output == Output::Table {
+        return Ok(());
+    }
+    let message = "--libvirt prints a domain as XML, and in no other format: leave out -o/--output";
+    Err(Ended::new(Exit::Usage, message).into())
+}
+
 /// Prints a VM as a libvirt domain: one that runs with the sockets of its filter, unless its files are to be named.
 async fn show_domain(server: &ServerClient, vm: &Vm, images: Option<&Path>) -> anyhow::Result<()> {
     let host: Host = server.get(&format!("hosts/{}", vm.host)).await?;
+    libvirt::left_out(vm).into_iter().for_each(|what| say(format!("not in the domain: {what}")));
     if images.is_some() || vm.power != Some(Power::Running) {
         // A host that is away has not said what it has.
         let accelerator =
@@ -404,6 +415,12 @@ fn say_exports(vm: &Vm, files: &libvirt::Files) {
         vm.name, vm.host
     ));
     files.exports(vm).into_iter().for_each(|command| say(format!("  {command}")));
+    if let Some(command) = files.placing_of_tpm(vm) {
+        say(
+            "libvirt looks for what the TPM keeps in a directory of its own. Before the domain starts for the first time, put it there, as root:",
+        );
+        say(format!("  {command}"));
+    }
     if vm.hardware.tpm {
         say(
             "What the TPM keeps is a secret: leave no copy of its file. The file, and the directory that it is in, must belong to the user that libvirt runs swtpm as (swtpm_user in /etc/libvirt/qemu.conf).",

@@ -15,4 +15,4 @@ pub use machine::Variables;
 pub use networks::Networks;
 pub use read::{Disk, Domain, networks_in, read};
 pub use tpm_state::TpmState;
-pub use write::{Files, domain, domain_of_files};
+pub use write::{Files, domain, domain_of_files, left_out};

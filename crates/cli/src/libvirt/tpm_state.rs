@@ -10,7 +10,7 @@ use super::node::{child, text_of};
 const DIRECTORY: &str = "/var/lib/libvirt/swtpm";
 
 /// The file in which swtpm has all that a TPM 2.0 keeps.
-const FILE: &str = "tpm2-00.permall";
+pub const FILE: &str = "tpm2-00.permall";
 
 /// The length of a UUID as text.
 const UUID_LENGTH: usize = 36;

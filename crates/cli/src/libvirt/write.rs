@@ -11,7 +11,7 @@ use vmseal_api::model::{Disk, Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink, PortForward};
 
 use super::forwards;
-use super::tpm_state::file_of;
+use super::tpm_state::{FILE as TPM_STATE, file_of};
 
 /// The comment above the domain: what it can be used for.
 const NOTE: &str = "
@@ -25,8 +25,8 @@ const NOTE: &str = "
 /// The comment above a domain whose disks are in files. XML allows no two dashes in it.
 const NOTE_OF_FILES: &str = "
   A VM of vmseal, as a libvirt domain. Its disks and the variables of its firmware are in files that
-  `vmseal disk export` writes, in the clear, while the VM is off. What its TPM keeps is exported, too, to
-  where libvirt has it, before the domain starts for the first time. Start one of both alone, here or
+  `vmseal disk export` writes, in the clear, while the VM is off. What its TPM keeps is exported, too, and
+  put where libvirt has it, before the domain starts for the first time. Start one of both alone, here or
   there: they have the same network addresses, and the same TPM.
 ";
 
@@ -41,14 +41,16 @@ const NVRAM: &str = "/var/lib/libvirt/qemu/nvram";
 pub struct Files {
     images: PathBuf,
     nvram: PathBuf,
+    /// Where what a TPM keeps is exported to; none is where libvirt has it.
+    tpm: Option<PathBuf>,
 }
 
 impl Files {
-    /// All in one directory; none is those where libvirt has them. What a TPM keeps is where libvirt has it in any case: earlier
-    /// versions look nowhere else.
+    /// All in one directory; none is those where libvirt has them. The domain has what its TPM keeps where libvirt has it in any
+    /// case: earlier versions look nowhere else.
     pub fn within(directory: Option<&Path>) -> Self {
         let of = |usual: &str| directory.map_or_else(|| usual.into(), Path::to_owned);
-        Self { images: of(IMAGES), nvram: of(NVRAM) }
+        Self { images: of(IMAGES), nvram: of(NVRAM), tpm: directory.map(Path::to_owned) }
     }
 
     /// That of a disk that the guest sees.
@@ -61,13 +63,30 @@ impl Files {
         self.nvram.join(format!("{}_VARS.fd", vm.name))
     }
 
+    /// That with what the TPM keeps, as it is exported.
+    fn tpm_state(&self, vm: &Vm) -> PathBuf {
+        match &self.tpm {
+            Some(directory) => directory.join(format!("{}-{TPM_STATE}", vm.name)),
+            None => file_of(&vm.id.to_string()),
+        }
+    }
+
+    /// The command that puts what the TPM keeps from where it is exported to where libvirt has it, for a shell; none where that is one
+    /// place, and where there is no TPM.
+    pub fn placing_of_tpm(&self, vm: &Vm) -> Option<String> {
+        let (exported, wanted) = (self.tpm_state(vm), file_of(&vm.id.to_string()));
+        let is_elsewhere = vm.hardware.tpm && exported != wanted;
+        is_elsewhere
+            .then(|| format!("install -D -m 600 {} {}", as_word(&exported), as_word(&wanted)))
+    }
+
     /// The commands that write them, for a shell.
     pub fn exports(&self, vm: &Vm) -> Vec<String> {
         let export = |disk: &Disk| {
             let (format, to) = match disk.role {
                 DiskRole::Data | DiskRole::CloudInit => ("qcow2", self.image(vm, disk)),
                 DiskRole::UefiVariables => ("raw", self.variables(vm)),
-                DiskRole::Tpm => ("raw", file_of(&vm.id.to_string())),
+                DiskRole::Tpm => ("raw", self.tpm_state(vm)),
             };
             let (vm, disk, to) = (&vm.name, &disk.name, as_word(&to));
             format!("vmseal disk export {vm} {disk} --format {format} --plaintext --to {to}")
@@ -304,11 +323,22 @@ fn drive(cdrom: &Cdrom, order: &Order) -> Vec<String> {
     lines
 }
 
-/// The ports that lead into the guest by a card, as they are in force. libvirt has no port that is still to be chosen.
+/// The ports that lead into the guest by a card. libvirt has no port that is still to be chosen.
 fn forwards_of(nic: &Nic) -> Vec<PortForward> {
-    let asked = nic.backend.forwards();
-    let all = if nic.forwards.is_empty() { asked } else { &nic.forwards[..] };
-    all.iter().filter(|forward| forward.host_port != 0).cloned().collect()
+    nic.ports().iter().filter(|forward| forward.host_port != 0).cloned().collect()
+}
+
+/// What a VM has and its domain has not.
+pub fn left_out(vm: &Vm) -> Vec<String> {
+    let ports = vm.nics.iter().flat_map(|nic| nic.ports().iter().map(move |port| (nic, port)));
+    let open = ports.filter(|(_, port)| port.host_port == 0);
+    open.map(|(nic, port)| {
+        let (name, protocol, guest_port) = (&nic.name, port.protocol.name(), port.guest_port);
+        format!(
+            "the host's port that leads to {protocol} {guest_port} of the guest by network card '{name}': it is chosen when the VM starts. Print the domain while the VM runs (with --images DIR its disks are files then, too), or write a port into this one (<portForward>)"
+        )
+    })
+    .collect()
 }
 
 /// A network card. One with forwarded ports is of passt, as libvirt has these with nothing else.
@@ -552,10 +582,19 @@ mod tests {
             [
                 told("disk0", "qcow2", &quoted("sealed-disk0.qcow2")),
                 told("disk1", "raw", &quoted("sealed_VARS.fd")),
-                told("disk2", "raw", of_tpm),
+                told("disk2", "raw", &quoted("sealed-tpm2-00.permall")),
                 told("disk3", "qcow2", &quoted("sealed-disk3.qcow2")),
             ]
         );
+        // Where libvirt has it an agent writes nothing: it is put there afterwards.
+        let exported = quoted("sealed-tpm2-00.permall");
+        let placing = Files::within(Some(directory)).placing_of_tpm(&vm);
+        assert_eq!(placing, Some(format!("install -D -m 600 {exported} {of_tpm}")));
+        let usual = Files::within(None);
+        assert_eq!(usual.placing_of_tpm(&vm), None);
+        assert!(usual.exports(&vm).contains(&told("disk2", "raw", of_tpm)));
+        vm.hardware.tpm = false;
+        assert_eq!(Files::within(Some(directory)).placing_of_tpm(&vm), None);
         let usual = of_files(&vm, None);
         assert!(usual.contains("file='/var/lib/libvirt/images/sealed-disk3.qcow2'"), "{usual}");
     }
@@ -575,11 +614,15 @@ mod tests {
         let xml = said(&vm);
         assert!(xml.contains(second) && xml.contains("<backend type='passt'/>"), "{xml}");
         assert!(!xml.contains("proto='tcp'"), "a port that nobody has chosen: {xml}");
+        let left = left_out(&vm);
+        let [left] = &left[..] else { panic!("one port is not in it: {left:?}") };
+        assert!(left.contains("tcp 22 of the guest by network card 'nic3'"), "{left}");
         vm.nics[2].forwards =
             vec![forward("tcp:127.0.0.1:61234:22"), forward("udp:0.0.0.0:5353:53")];
         let first = "<portForward proto='tcp' address='127.0.0.1'><range start='61234' to='22'/></portForward>";
         let xml = said(&vm);
         assert!(xml.contains(&(first.to_owned() + second)), "{xml}");
+        assert_eq!(left_out(&vm), [""; 0]);
         assert_eq!(xml.matches("type='passt'").count(), 1, "{xml}");
     }
 

@@ -136,12 +136,7 @@ fn nic_line(nic: &Nic) -> String {
     if !addresses.is_empty() {
         line += &format!(", address {}", addresses.join(" "));
     }
-    // What was asked for, while nothing is in force.
-    let forwards = match &nic.forwards[..] {
-        [] => nic.backend.forwards(),
-        in_force => in_force,
-    };
-    for PortForward { protocol, host_address, host_port, guest_port } in forwards {
+    for PortForward { protocol, host_address, host_port, guest_port } in nic.ports() {
         let port = if *host_port == 0 { "any".to_owned() } else { host_port.to_string() };
         line += &format!(", {} {host_address}:{port} to {guest_port}", protocol.name());
     }

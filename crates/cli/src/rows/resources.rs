@@ -16,6 +16,7 @@ use vmseal_api::model::{
     Alarm, Datastore, Disk, Dump, Event, Host, JoinToken, Nic, Plan, Policy, Provider, Snapshot,
     Task, TaskState, Vm, VmBackup,
 };
+use vmseal_api::nic::PortForward;
 use vmseal_api::remote::Remote;
 use vmseal_lab::catalogue::Listed;
 
@@ -365,6 +366,15 @@ fn all(items: impl Iterator<Item = String>) -> Cell {
     items.reduce(|all, next| format!("{all} {next}")).into()
 }
 
+/// A forwarded port; `any` is one that the host chooses when the VM starts.
+fn forwarded(port: &PortForward) -> String {
+    let PortForward { protocol, host_address, host_port, guest_port } = port;
+    match host_port {
+        0 => format!("{}:{host_address}:any:{guest_port}", protocol.name()),
+        _ => port.to_string(),
+    }
+}
+
 impl Row for VmNic {
     const PLURAL: &'static str = "network cards";
     const COLUMNS: &'static [Column<Self>] = &[
@@ -374,7 +384,7 @@ impl Row for VmNic {
         usual("backend", |it| it.nic.backend.to_string().into()),
         usual("link", |it| it.nic.link.name().into()),
         usual("addresses", |it| all(it.nic.addresses.iter().map(ToString::to_string))),
-        usual("forwards", |it| all(it.nic.forwards.iter().map(ToString::to_string))),
+        usual("forwards", |it| all(it.nic.ports().iter().map(forwarded))),
         more("model", |it| it.nic.model.name().into()),
         more("interface", |it| it.nic.interface.clone().into()),
         more("id", |it| it.nic.id.to_string().into()),
@@ -568,5 +578,30 @@ impl Row for JoinToken {
         &[usual("token", |it| (&it.token).into()), usual("expires", |it| Cell::Time(it.expires))];
     fn identity(&self) -> String {
         self.token.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{from_value, json};
+    use vmseal_api::nic::NicBackend;
+
+    use super::*;
+
+    #[test]
+    fn the_forwarded_ports_of_a_vm_that_is_off_are_those_that_were_asked_for() {
+        let forward = |text: &str| text.parse::<PortForward>().unwrap();
+        let mut nic: Nic = from_value(json!({
+            "id": "00000000-0000-7000-8000-000000000001", "name": "nic0",
+            "mac": "52:54:00:12:34:56", "model": "virtio", "backend": { "kind": "user" }, "link": "up",
+        }))
+        .unwrap();
+        let shown = |nic: &Nic| nic.ports().iter().map(forwarded).collect::<Vec<_>>();
+        assert_eq!(shown(&nic), [""; 0]);
+        let asked = vec![forward("tcp:22"), forward("tcp:34567:80")];
+        nic.backend = NicBackend::User { forwards: asked };
+        assert_eq!(shown(&nic), ["tcp:127.0.0.1:any:22", "tcp:127.0.0.1:34567:80"]);
+        nic.forwards = vec![forward("tcp:61234:22"), forward("tcp:34567:80")];
+        assert_eq!(shown(&nic), ["tcp:127.0.0.1:61234:22", "tcp:127.0.0.1:34567:80"]);
     }
 }

@@ -32,7 +32,9 @@ pub(super) async fn place(
 ) -> Result<Vec<NicSpec>, Problem> {
     for (index, mac) in wanted.iter().enumerate().filter_map(|(at, nic)| Some((at, nic.mac?))) {
         if let Some(vm) = nics::owner(write, mac).await? {
-            let what = format!("a network card of VM '{vm}' has the address {mac}");
+            let what = format!(
+                "a network card of VM '{vm}' has the address {mac}: give this card another address, or none, and a free one is chosen"
+            );
             let field = Some(format!("nics[{index}].mac"));
             return Err(Problem { field, ..Problem::new(ErrorCode::AlreadyExists, what) });
         }
