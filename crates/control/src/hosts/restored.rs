@@ -79,7 +79,7 @@ pub(crate) async fn restored(from: &mut SqliteConnection) -> Result<Option<i64>,
 }
 
 /// Whether the descriptors of a VM may know more of it than the inventory. Of one that is not encrypted nothing could be taken from there.
-async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
+pub(crate) async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
     if vm.key.is_none() || vm.lifecycle != Lifecycle::Ready {
         return Ok(false);
     }
@@ -204,7 +204,7 @@ impl Surveys {
 ///
 /// # Errors
 /// `wrong-state`: something is newer, or cannot be looked at. The host's and the inventory's.
-pub(super) async fn settle(
+pub(crate) async fn settle(
     store: &Store,
     agent: &dyn HostAgent,
     description: Option<&HostDescription>,

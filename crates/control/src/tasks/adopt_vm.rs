@@ -151,7 +151,7 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     let state = run.host_state(vm.host, None).await?;
     let is_told = is_told(definition, state_of(&state, vm.id));
     if let Some(before) = &definition.replaces_devices {
-        devices::check_unchanged(run, before).await?;
+        devices::check_unchanged(run, before, definition.replaces_snapshots.as_deref()).await?;
         if !is_told {
             let what =
                 "is neither off nor suspended: stop it, and adopt it again before it is started";
@@ -160,6 +160,11 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     }
     if is_told {
         let description = run.hosts().view(vm.host).description;
+        if definition.replaces.is_some() && definition.replaces_devices.is_none() {
+            // It gets a key alone: what is newer there must not be written over.
+            let known = (&vm, &definition.spec);
+            restored::settle(run.store(), &*agent, description.as_deref(), known).await?;
+        }
         agent.register_vm(for_agent(definition.spec.clone(), description.as_deref())).await?;
     }
     let Some(key) = &vm.key else { return Ok(()) };
@@ -184,7 +189,15 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
             return Ok(());
         }
         // With the key that the inventory has.
-        return register(run).await;
+        return match register(run).await {
+            // Its host is told of it when what is newer is adopted, or given up.
+            Err(StepError::Final(problem)) if problem.code == ErrorCode::WrongState => {
+                let is_uncertain =
+                    restored::is_uncertain(&mut *run.store().read().await?, &vm).await?;
+                if is_uncertain { Ok(()) } else { Err(StepError::Final(problem)) }
+            }
+            other => other,
+        };
     }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id) {

@@ -154,9 +154,16 @@ pub(super) async fn changed(
         let Some((vm, spec)) = crate::hosts::definition(&services.store, vm.id).await? else {
             continue;
         };
-        let rows = snapshots::of_vm(&mut *services.store.read().await?, vm.id).await?;
+        let mut read = services.store.read().await?;
+        let rows = snapshots::of_vm(&mut read, vm.id).await?;
+        let is_uncertain = restored::is_uncertain(&mut read, &vm).await?;
+        drop(read);
         let of_inventory = (&*rows, &*spec.snapshots);
-        let taken = taken_since(known, tells_memories, of_inventory, (found, descriptor));
+        // Since it was compared, one that the descriptor alone has may be one that was deleted here, whose layers are merged.
+        let taken = match is_uncertain {
+            true => taken_since(known, tells_memories, of_inventory, (found, descriptor)),
+            false => Ok(None),
+        };
         let compared = taken.and_then(|taken| compare(known, &spec, descriptor, made, taken));
         let wanted = match compared {
             Ok(None) => continue,

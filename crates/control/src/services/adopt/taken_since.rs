@@ -4,6 +4,7 @@
 use vmseal_api::host::SnapshotSpec;
 use vmseal_api::host::descriptor::{DescribedSnapshot, VmDescriptor};
 use vmseal_api::host::survey::{FoundVm, KeptMemory};
+use vmseal_api::limits::SNAPSHOTS_MAX;
 
 use super::{Known, snapshot};
 use crate::store::snapshots::Snapshot;
@@ -35,6 +36,13 @@ pub(super) fn taken_since(
         return Err(format!(
             "it has snapshots that the inventory does not have, and the agent of host '{}' does not tell which of them keep memory: upgrade vmseal there, and adopt it again",
             known.on.host_name
+        ));
+    }
+    // Nobody could read a descriptor with more.
+    let count = rows.len() + new.len();
+    if count > SNAPSHOTS_MAX {
+        return Err(format!(
+            "with the snapshots that the inventory does not have it would have {count}, and a VM has {SNAPSHOTS_MAX} at most"
         ));
     }
     // Beside that disk is their memory.

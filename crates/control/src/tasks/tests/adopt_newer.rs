@@ -340,6 +340,44 @@ async fn a_vm_that_was_recrypted_as_well_gets_its_key_and_its_devices() {
     assert_eq!(fixture.events("vm.key-adopted").await.len(), 1);
 }
 
+/// What it does not get may be adopted later, so its host is not told of it, which would write over its descriptor.
+#[tokio::test]
+async fn a_vm_gets_no_key_alone_while_its_descriptor_has_a_snapshot_that_it_cannot_get() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    fixture.done(fixture.recryption(vm).await, "web").await;
+    describe_snapshot(&fixture, vm).await;
+    forget_snapshots(&fixture, vm).await;
+    super::snapshots::noted(&fixture, vm, "kept", false).await;
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set_key(&mut write, vm, &old).await.unwrap();
+    write.commit().await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    let ended = fixture.ended(begin(&fixture).await).await;
+    assert_eq!(ended.state, TaskState::Failed, "{:?}", ended.problem);
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::WrongState);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, Some(old));
+    assert!(is_uncertain(&fixture, vm).await);
+    let again = told(&fixture).await;
+    let is_there = again.newer.iter().any(|it| it.contains("another one of that name taken"));
+    assert!(is_there, "its descriptor was written over: {again:?}");
+}
+
+/// Its host has not written that to the descriptor: the layers are merged, and the snapshot is no more.
+#[tokio::test]
+async fn a_snapshot_that_was_deleted_after_the_vm_was_compared_does_not_come_back() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    describe_snapshot(&fixture, vm).await;
+    tell(&fixture, "server.restored", "server").await;
+    tell(&fixture, restored::COMPARED, "web").await;
+    forget_snapshots(&fixture, vm).await;
+    let told = told(&fixture).await;
+    assert_eq!((told.status, told.newer.len()), (AdoptStatus::Known, 0), "{told:?}");
+    assert!(told.differs[0].contains("snapshot 'kept'"), "{told:?}");
+}
+
 /// Nothing is taken, whatever is asked for, and why is said.
 #[tokio::test]
 async fn what_nobody_vouches_for_is_told_and_not_taken() {
