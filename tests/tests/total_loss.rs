@@ -80,6 +80,14 @@ fn a_server_that_is_lost_comes_back_from_its_backup_and_takes_in_what_is_newer()
     assert_eq!(here.guest_processes("qemu-system-x86_64"), guests, "a guest was ended");
     let found = here.json(&["datastore", "adopt", "local"]).unwrap();
     assert_eq!(line(&found, "web")["status"], "known");
+    // It was compared before its host was told of it, and this stays when the descriptor is written anew.
+    let compared = || {
+        let events = here.json(&["events", "--kind", "vm.compared", "--target", "web"]).ok()?;
+        let said = events.to_string();
+        (said.contains("memory: 64 MiB on the datastore") && !said.contains("nothing"))
+            .then_some(())
+    };
+    eventually("an event says what differs", compared).unwrap();
     let differs = [
         "memory: 64 MiB on the datastore, 32 MiB in the inventory",
         "on-drain: stop on the datastore, migrate in the inventory",
@@ -138,7 +146,7 @@ fn a_vm_that_was_recrypted_since_the_backup_gets_the_key_that_its_disks_name() {
 }
 
 #[test]
-fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
+fn a_vm_that_has_got_a_disk_a_card_and_a_snapshot_since_the_backup_has_them_again() {
     let mut here = Installation::new().unwrap();
     here.create_counter("web", "encrypted").unwrap();
     assert_eq!(here.boot_counter("web").unwrap(), 1);
@@ -153,15 +161,17 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
     here.vmseal(&["disk", "add", "web", "--disk", more]).unwrap();
     here.vmseal(&["disk", "resize", "web", first, "--size", "16MiB"]).unwrap();
     here.vmseal(&["nic", "add", "web", "--nic", "user,name=second"]).unwrap();
+    here.vmseal(&["snapshot", "create", "web", "since"]).unwrap();
     let new = here.vm("web").unwrap();
     let place = here.path("datastore").join(new["id"].as_str().unwrap()).join("vm.json");
     // The host writes it after it has answered.
     let described = || {
         let read: Value = serde_json::from_slice(&std::fs::read(&place).ok()?).ok()?;
         let nics = read["nics"].as_array()?;
-        (nics.last()?["name"] == "second" && read["mac"].is_string()).then_some(())
+        let is_taken = read["snapshots"][0]["name"] == "since";
+        (nics.last()?["name"] == "second" && is_taken && read["mac"].is_string()).then_some(())
     };
-    eventually("its descriptor has the card", described).unwrap();
+    eventually("its descriptor has the card and the snapshot", described).unwrap();
 
     // Its host restarts, too, and has to be told of its VMs.
     here.lose_server().unwrap();
@@ -182,7 +192,7 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
     assert!(described().is_some(), "the descriptor was overwritten with the older devices");
     let tried = here.json(&["datastore", "adopt", "local", "--dry-run"]).unwrap();
     assert_eq!(line(&tried, "web")["status"], "possible", "{tried}");
-    assert_eq!(line(&tried, "web")["newer"].as_array().unwrap().len(), 3, "{tried}");
+    assert_eq!(line(&tried, "web")["newer"].as_array().unwrap().len(), 4, "{tried}");
     assert_eq!(here.vm("web").unwrap()["disks"], old["disks"], "a dry run");
     let found = here.json(&["datastore", "adopt", "local"]).unwrap();
     assert_eq!(line(&found, "web")["status"], "begun", "{found}");
@@ -197,12 +207,19 @@ fn a_vm_that_has_got_a_disk_and_a_card_since_the_backup_has_them_again() {
         (last["name"].clone(), last["mac"].clone())
     };
     assert_eq!(card(&after), card(&new));
+    let since = here.json(&["snapshot", "show", "web", "since"]).unwrap();
+    assert_eq!(since["current"], true, "{since}");
     here.wait_no_alarm("web", "inventory-older").unwrap();
     assert_eq!(here.boot_counter("web").unwrap(), 2);
     stop(&here, "web");
     let again = here.json(&["datastore", "adopt", "local"]).unwrap();
     assert_eq!(line(&again, "web")["status"], "known", "{again}");
     assert!(line(&again, "web")["newer"].is_null(), "{again}");
+    // What its guest wrote after the snapshot is gone.
+    here.vmseal(&["snapshot", "revert", "web", "since"]).unwrap();
+    assert_eq!(here.boot_counter("web").unwrap(), 2);
+    stop(&here, "web");
+    here.vmseal(&["snapshot", "delete", "web", "since"]).unwrap();
 }
 
 #[test]

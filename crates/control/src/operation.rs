@@ -12,7 +12,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vmseal_api::boot::BootDevice;
 use vmseal_api::host::survey::KeptMemory;
-use vmseal_api::host::{DatastoreSpec, Device, KeyReference, NicSpec, SealedKey, VmSpec};
+use vmseal_api::host::{
+    DatastoreSpec, Device, KeyReference, NicSpec, SealedKey, SnapshotSpec, VmSpec,
+};
 use vmseal_api::id::{
     BackupId, DatastoreId, DiskId, DumpId, HostId, PolicyId, ProviderId, RemoteId, SnapshotId,
     TaskId, VmId,
@@ -44,6 +46,9 @@ pub struct Definition {
     /// them; none where it keeps its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces_devices: Option<Vec<Device>>,
+    /// The snapshots that the inventory has of a VM that it knows, and that gets more of them; none where it gets none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replaces_snapshots: Option<Vec<SnapshotSpec>>,
     /// The memory that its snapshots keep, as its host has found it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memories: Vec<KeptMemory>,

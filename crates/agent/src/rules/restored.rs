@@ -8,7 +8,7 @@ use vmseal_api::host::{NicSpec, VmSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::size::Size;
 
-/// Refuses to have a descriptor be written over with a VM that lacks disks or sizes of disks of it, or has other network cards.
+/// Refuses to have a descriptor be written over with a VM that lacks disks, sizes of disks or snapshots of it, or has other network cards.
 ///
 /// # Errors
 /// `wrong-state`, with what differs.
@@ -44,6 +44,12 @@ fn newer(spec: &VmSpec, there: &VmDescriptor) -> Vec<String> {
             Some(_) => {}
         }
     }
+    for snapshot in &there.snapshots {
+        if spec.snapshots.iter().all(|known| known.snapshot != snapshot.snapshot) {
+            let (name, created) = (&snapshot.name, snapshot.created);
+            newer.push(format!("snapshot '{name}' of {created} is in it alone"));
+        }
+    }
     if there.nics.iter().ne(spec.nics()) {
         let (in_it, known) = (named(there.nics.iter()), named(spec.nics()));
         newer.push(if in_it == known {
@@ -63,8 +69,8 @@ fn named<'a>(nics: impl Iterator<Item = &'a NicSpec>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
-    use vmseal_api::id::{DatastoreId, NicId};
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device, SnapshotSpec};
+    use vmseal_api::id::{DatastoreId, NicId, SnapshotId};
     use vmseal_api::nic::{NicBackend, NicLink};
     use vmseal_secret::{KEK_LEN, SecretBytes};
 
@@ -90,6 +96,32 @@ mod tests {
             backend: NicBackend::User { forwards: vec![] },
             link: Default::default(),
         })
+    }
+
+    #[test]
+    fn a_snapshot_that_the_inventory_lacks_is_newer_and_one_that_it_has_more_is_not() {
+        let kek = SecretBytes::random(KEK_LEN).unwrap();
+        let mut spec = run_dir::tests::spec();
+        spec.key = Some(keys::reference_of(&kek, spec.vm, "a"));
+        spec.devices = vec![disk("system")];
+        let snapshot = SnapshotSpec {
+            snapshot: SnapshotId::new(),
+            name: "before".to_owned(),
+            parent: None,
+            created: "2026-11-24T03:09:42Z".parse().unwrap(),
+            quiesced: None,
+            current: true,
+            disks: spec.disks().map(|disk| disk.disk).collect(),
+            description: String::new(),
+        };
+        let taken = VmSpec { snapshots: vec![snapshot], ..spec.clone() };
+        let of =
+            |spec: &VmSpec| descriptor::of(spec, DatastoreId::new(), Some(&kek), None).unwrap();
+        let refused = check(&spec, &of(&taken)).unwrap_err();
+        let said = "snapshot 'before' of 2026-11-24T03:09:42Z is in it alone";
+        assert!(refused.detail.contains(said), "{refused}");
+        check(&taken, &of(&taken)).unwrap();
+        check(&taken, &of(&spec)).unwrap();
     }
 
     #[test]

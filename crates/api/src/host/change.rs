@@ -64,8 +64,8 @@ pub enum VmChange {
         link: NicLink,
     },
     /// The VM is registered as an inventory has it that was restored from a backup. Refused with `wrong-state` where a descriptor on its
-    /// datastores that has a MAC, under whatever key, has disks or sizes of disks that this lacks, or other network cards, and where one cannot be
-    /// looked at. The host need not know the VM.
+    /// datastores that has a MAC, under whatever key, has disks, sizes of disks or snapshots that this lacks, or other network cards, and where one
+    /// cannot be looked at. The host need not know the VM.
     Restored {
         /// The VM.
         spec: Box<VmSpec>,

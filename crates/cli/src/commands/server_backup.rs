@@ -166,7 +166,7 @@ pub async fn restore(
         );
     }
     print::say(format_args!(
-        "now start it (vmseal server --data-dir {}), unlock its key providers, and compare each datastore with it (vmseal datastore scan NAME): what was made since is an orphan there, and vmseal datastore adopt NAME takes it in",
+        "now start it (vmseal server --data-dir {}), see what was changed since (vmseal datastore adopt NAME --dry-run, for each datastore), unlock its key providers, and compare each datastore with it (vmseal datastore scan NAME): what was made since is an orphan there, and vmseal datastore adopt NAME takes it in",
         shown.data_dir
     ));
     Ok(())

@@ -7,6 +7,8 @@ pub mod connector;
 mod connector_tests;
 mod copies;
 mod datastores;
+mod definition;
+mod differing;
 mod earlier_agents;
 mod evacuated;
 pub mod join;
@@ -39,12 +41,14 @@ use vmseal_api::problem::{ErrorCode, Problem};
 
 use self::connector::HostConnector;
 use self::datastores::DatastoreMonitor;
+pub use self::definition::{about, spec_of, spec_of_disk};
+pub(crate) use self::differing::differing;
 pub use self::earlier_agents::for_agent;
 use self::keys::Purpose;
 use self::monitor::Monitor;
 pub use self::registration::{
-    about, definition_at, definition_with, has_devices, read as definition, register,
-    register_locked, register_with, register_without_key, spec_of, spec_of_disk,
+    definition_at, definition_with, has_devices, read as definition, register, register_locked,
+    register_with, register_without_key,
 };
 use crate::locks::Locks;
 use crate::providers::Providers;

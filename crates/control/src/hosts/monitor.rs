@@ -363,6 +363,7 @@ impl Monitor {
         for vm in settled.collect::<Vec<_>>() {
             self.set_settled(vm);
         }
+        let mut surveys = restored::Surveys::default();
         for id in uncertain {
             if self.older.get(&id).is_some_and(|(_, at)| at.elapsed() < COMPARE_AGAIN) {
                 continue;
@@ -372,9 +373,10 @@ impl Monitor {
             if vm.host != self.id {
                 continue;
             }
-            let known = (&vm, &spec);
+            let (known, agent) = ((&vm, &spec), &*self.agent);
+            let description = Some(description);
             let compared =
-                restored::settle(&self.store, &*self.agent, Some(description), known).await;
+                restored::settle_with(&self.store, agent, description, known, &mut surveys).await;
             match compared {
                 Ok(_) => self.set_settled(id),
                 Err(problem) if is_silence(&problem) => return Err(problem),

@@ -1,7 +1,7 @@
 //! VMs of an inventory that was restored from a backup, of which their descriptors may know more (docs/decisions/287).
 //!
 //! ```text
-//!   server.restored ─► uncertain ── the host finds nothing newer ─────────────► vm.compared: as any other VM
+//!   server.restored ─► uncertain ── the host finds nothing newer ─────────────► vm.compared: as any other VM. What differs is in the event
 //!                        │  ▲
 //!                        │  └── something is newer, or cannot be looked at: the host is not told of the VM, no task changes it,
 //!                        │      and it is an alarm
@@ -10,24 +10,35 @@
 //! A host writes descriptors of what a VM is registered as. So a VM is compared before it is registered. An adoption that is undone makes
 //! its VM uncertain again. The events that say all this stay as long as one VM is uncertain ([`needed_since`]).
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
 use sqlx::SqliteConnection;
+use vmseal_api::host::descriptor::VmDescriptor;
+use vmseal_api::host::survey::{DatastoreSurvey, FoundDescriptor};
 use vmseal_api::host::version::COMPARE_RESTORED;
-use vmseal_api::host::{HostAgent, HostDescription, VmChange, VmSpec};
-use vmseal_api::id::{HostId, VmId};
+use vmseal_api::host::{DatastoreSpec, HostAgent, HostDescription, SnapshotSpec, VmChange, VmSpec};
+use vmseal_api::id::{DatastoreId, HostId, VmId};
 use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
+use super::definition::spec_of_snapshot;
+use super::differing::differing;
 use super::earlier_agents::for_agent;
 use crate::operation::Operation;
 use crate::store::events::{self, Filter, NewEvent};
+use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
 use crate::store::{Store, StoreError, disks, uncertain};
 
 /// The kind of the event that the inventory was restored, and what that is about.
 const RESTORED: (&str, &str) = ("server.restored", "server");
 
-/// The kind of the event that nothing is newer on a VM's datastores.
+/// The kind of the event that nothing that a VM could get is newer on its datastores.
 pub(crate) const COMPARED: &str = "vm.compared";
+
+/// The kind of the event that says what the descriptor of a VM said otherwise than the inventory before it gave the VM something.
+pub(crate) const DIFFERED: &str = "vm.differed";
 
 /// The kind of the event that an operator has kept a VM as the inventory has it.
 pub(crate) const KEPT: &str = "vm.kept";
@@ -68,7 +79,7 @@ pub(crate) async fn restored(from: &mut SqliteConnection) -> Result<Option<i64>,
 }
 
 /// Whether the descriptors of a VM may know more of it than the inventory. Of one that is not encrypted nothing could be taken from there.
-async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
+pub(crate) async fn is_uncertain(from: &mut SqliteConnection, vm: &Vm) -> Result<bool, StoreError> {
     if vm.key.is_none() || vm.lifecycle != Lifecycle::Ready {
         return Ok(false);
     }
@@ -153,8 +164,39 @@ async fn way_out(from: &mut SqliteConnection, vm: &Vm) -> Result<String, StoreEr
     // Its descriptor may have another name.
     let command = format!("vmseal datastore adopt {}:{datastore} --vm {}", vm.host_name, vm.id);
     Ok(format!(
-        "Take over what is newer while the VM is off or suspended ({command}), or keep the VM as the inventory has it ({command} --discard-newer)"
+        "Take over what is newer while the VM is off or suspended ({command}), or keep the VM as the inventory has it, without the disks, sizes, network cards and snapshots that are only on the datastore ({command} --discard-newer)"
     ))
+}
+
+/// What the datastores of a host have of VMs that are compared one after the other: each datastore is looked at once.
+#[derive(Default)]
+pub(super) struct Surveys(HashMap<DatastoreId, Result<DatastoreSurvey, Problem>>);
+
+impl Surveys {
+    /// The descriptor of a VM there; none where it has none, or where that cannot be read.
+    async fn descriptor(
+        &mut self,
+        agent: &dyn HostAgent,
+        place: &DatastoreSpec,
+        vm: VmId,
+    ) -> Result<Option<&VmDescriptor>, Problem> {
+        let survey = match self.0.entry(place.datastore) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                entry.insert(agent.survey_datastore(place.location.clone()).await)
+            }
+        };
+        let survey = survey.as_ref().map_err(Clone::clone)?;
+        let is_its = survey.mark == Some(place.datastore);
+        match survey.vms.iter().find(|found| is_its && found.vm == vm).map(|it| &it.descriptor) {
+            Some(FoundDescriptor::Read { descriptor, .. }) => Ok(Some(&**descriptor)),
+            Some(_) => Ok(None),
+            None => match &survey.incomplete {
+                Some(why) => Err(Problem::new(ErrorCode::Damaged, why.clone())),
+                None => Ok(None),
+            },
+        }
+    }
 }
 
 /// Compares a VM with its descriptors before its host is told of it, if they may know more. Returns whether it was compared just now, and
@@ -162,24 +204,46 @@ async fn way_out(from: &mut SqliteConnection, vm: &Vm) -> Result<String, StoreEr
 ///
 /// # Errors
 /// `wrong-state`: something is newer, or cannot be looked at. The host's and the inventory's.
-pub(super) async fn settle(
+pub(crate) async fn settle(
+    store: &Store,
+    agent: &dyn HostAgent,
+    description: Option<&HostDescription>,
+    known: (&Vm, &VmSpec),
+) -> Result<bool, Problem> {
+    settle_with(store, agent, description, known, &mut Surveys::default()).await
+}
+
+/// The same, for several VMs of a host.
+///
+/// # Errors
+/// As [`settle`].
+pub(super) async fn settle_with(
     store: &Store,
     agent: &dyn HostAgent,
     description: Option<&HostDescription>,
     (vm, spec): (&Vm, &VmSpec),
+    surveys: &mut Surveys,
 ) -> Result<bool, Problem> {
     let mut read = store.read().await?;
     if !is_uncertain(&mut read, vm).await? {
         return Ok(false);
     }
     let way_out = way_out(&mut read, vm).await?;
+    let known = snapshots::of_vm(&mut read, vm.id).await?;
     drop(read);
+    let place = spec.disks().next().map(|disk| disk.datastore.clone());
     let Some(description) = description else {
         let what = format!("host '{}' has not answered yet", vm.host_name);
         return Err(Problem::new(ErrorCode::Unreachable, what));
     };
     let detail = if description.features.iter().any(|it| it == COMPARE_RESTORED) {
-        let spec = Box::new(for_agent(spec.clone(), Some(description)));
+        // One that was being taken or deleted at the backup is not one that the inventory does not know.
+        let whole = known.iter().cloned().map(spec_of_snapshot);
+        // What is said of them is not compared, and may be too long for a request.
+        let brief = whole.map(|of| SnapshotSpec { description: String::new(), ..of });
+        let snapshots = brief.collect();
+        let all = VmSpec { snapshots, ..spec.clone() };
+        let spec = Box::new(for_agent(all, Some(description)));
         let compared = agent.examine_change(vm.id, VmChange::Restored { spec }).await;
         compared.map_err(|problem| match problem.code {
             ErrorCode::WrongState => {
@@ -188,8 +252,7 @@ pub(super) async fn settle(
             }
             _ => problem,
         })?;
-        "nothing on its datastores is newer than the inventory, which was restored from a backup"
-            .to_owned()
+        compared_with(agent, (vm, &*known), place, surveys).await?
     } else {
         format!(
             "not compared with its datastores after the server was restored: the agent of host '{}' is of an earlier vmseal",
@@ -201,4 +264,33 @@ pub(super) async fn settle(
     write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
     write.commit().await?;
     Ok(true)
+}
+
+/// What is found of a VM of which nothing that it could get is newer, for people. Its host writes over what its descriptor says otherwise,
+/// so that is said here.
+async fn compared_with(
+    agent: &dyn HostAgent,
+    (vm, snapshots): (&Vm, &[Snapshot]),
+    place: Option<DatastoreSpec>,
+    surveys: &mut Surveys,
+) -> Result<String, Problem> {
+    const SAME: &str = "is newer than the inventory, which was restored from a backup";
+    let nothing = || format!("nothing on its datastores {SAME}");
+    let Some(place) = place else { return Ok(nothing()) };
+    match surveys.descriptor(agent, &place, vm.id).await {
+        Ok(there) => {
+            let said = there.map_or_else(Vec::new, |there| differing(vm, snapshots, there));
+            if said.is_empty() {
+                return Ok(nothing());
+            }
+            Ok(format!(
+                "its descriptor says otherwise than the inventory, which was restored from a backup, and is written anew as the inventory has it. {}",
+                said.join(". ")
+            ))
+        }
+        Err(problem) if problem.code == ErrorCode::Unreachable => Err(problem),
+        Err(problem) => Ok(format!(
+            "no disk, network card or snapshot on its datastores {SAME}. What its descriptor says otherwise was not seen: {problem}"
+        )),
+    }
 }

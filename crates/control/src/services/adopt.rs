@@ -5,13 +5,16 @@
 //! is authenticated with its key, and a task has its host open every disk with that key before the VM is in the
 //! inventory.
 
+mod asked;
 mod authentic;
 mod differing;
 mod memories;
 mod newer;
 mod rekeyed;
+mod taken_since;
 
 use std::collections::{HashMap, HashSet};
+use std::slice;
 
 use futures_util::StreamExt;
 use futures_util::stream;
@@ -29,6 +32,7 @@ use vmseal_api::id::{DatastoreId, DiskId, PolicyId, ProviderId, VmId, check_name
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::replica::ReplicaPlace;
 
+use self::asked::is_one_of;
 use self::authentic::check_key;
 use self::newer::{Changed, changed, newer};
 use self::rekeyed::rekeyed;
@@ -37,9 +41,11 @@ use super::caller::{Caller, Privilege};
 use super::datastores::{describes, find, reached};
 use super::hardware;
 use super::vm_values::{check_memory, check_vcpus};
+use crate::hosts::restored;
 use crate::operation::{Definition, Operation};
 use crate::store::datastores::{self, Datastore, OnHost};
 use crate::store::disks::Placed;
+use crate::store::events::NewEvent;
 use crate::store::policies::Policy;
 use crate::store::vms::Vm;
 use crate::store::{Part, disks, keys, nics, policies, providers, vms};
@@ -63,7 +69,7 @@ struct Known {
     unseen: HashMap<VmId, String>,
     /// VMs that have another key than their disks, with that one; or why it cannot be had.
     rekeyed: HashMap<VmId, Result<Definition, String>>,
-    /// VMs whose descriptors have other disks or network cards, with those; or why these are not taken.
+    /// VMs whose descriptors have other disks, network cards or snapshots, with those; or why these are not taken.
     changed: HashMap<VmId, Result<Changed, String>>,
     /// VMs whose descriptors say something else of them than the inventory, and what.
     differing: HashMap<VmId, Vec<String>>,
@@ -96,10 +102,11 @@ pub async fn adopt(
     let contents = agent.scan_datastore(datastore.spec(&on)).await?;
     let incomplete = survey.incomplete.or_else(|| contents.incomplete.clone());
     let mut known = known(services, datastore, on, contents).await?;
-    let asked = |found: &FoundVm| request.vms.is_empty() || is_one_of(found, &request.vms);
     let mut found = Vec::new();
-    for vm in survey.vms.into_iter().filter(asked) {
-        found.push(completed(services, &known, &request, vm).await?);
+    for vm in survey.vms {
+        if request.vms.is_empty() || is_one_of(&known.vms, &vm, &request.vms) {
+            found.push(completed(services, &known, &request, vm).await?);
+        }
     }
     known.unseen = memories::complete(&*agent, &known, &mut found).await;
     known.rekeyed = rekeyed(services, &known, &found).await?;
@@ -108,7 +115,7 @@ pub async fn adopt(
     if let Some(missing) = request
         .vms
         .iter()
-        .find(|name| !found.iter().any(|found| is_one_of(found, std::slice::from_ref(*name))))
+        .find(|name| !found.iter().any(|it| is_one_of(&known.vms, it, slice::from_ref(*name))))
     {
         let what = format!("datastore '{}' has no VM '{missing}'", known.datastore.name);
         return Err(Problem {
@@ -155,15 +162,6 @@ fn check(request: &AdoptVms) -> Result<(), Problem> {
     }
     request.vcpus.map_or(Ok(()), check_vcpus)?;
     request.memory.map_or(Ok(()), check_memory)
-}
-
-/// Whether a VM is called by one of these names or ids.
-fn is_one_of(found: &FoundVm, names: &[String]) -> bool {
-    let name = match &found.descriptor {
-        FoundDescriptor::Read { descriptor, .. } => Some(&descriptor.name),
-        FoundDescriptor::Missing { .. } | FoundDescriptor::Unusable { .. } => None,
-    };
-    names.iter().any(|asked| Some(asked) == name || *asked == found.vm.to_string())
 }
 
 async fn known(
@@ -505,6 +503,7 @@ fn define(
         policy_name,
         replaces: None,
         replaces_devices: None,
+        replaces_snapshots: None,
         memories: Vec::new(),
     })
 }
@@ -744,7 +743,7 @@ async fn discard(
     vm: &Vm,
     line: &mut AdoptedVm,
 ) -> Result<(), Problem> {
-    match newer::discard(services, caller, vm).await {
+    match newer::discard(services, caller, vm, line).await {
         Err(problem) if problem.code == ErrorCode::WrongState => {
             line.status = AdoptStatus::Refused;
             line.detail = problem.detail;
@@ -761,10 +760,20 @@ async fn begin(
     line: &mut AdoptedVm,
 ) -> Result<(), Problem> {
     let name = definition.spec.name.clone();
+    // The host writes the descriptor anew with what the inventory says otherwise.
+    let differed = definition.replaces.is_some() && !line.differs.is_empty();
     let operation = Operation::AdoptVm { vm: definition.spec.vm, definition: Box::new(definition) };
     let mut write = services.store.write().await?;
     match Engine::record(&mut write, operation, &name, caller.name()).await {
         Ok(task) => {
+            if differed {
+                let (kind, actor, target) = (restored::DIFFERED, caller.name(), name.as_str());
+                let said = line.differs.join(". ");
+                let detail = format!(
+                    "before it was adopted, its descriptor said otherwise than the inventory. {said}"
+                );
+                write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
+            }
             write.commit().await?;
             line.status = AdoptStatus::Begun;
             line.task = Some(task.id);

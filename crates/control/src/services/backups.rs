@@ -637,6 +637,7 @@ pub(crate) async fn define(
         policy_name: policy.name,
         replaces: None,
         replaces_devices: None,
+        replaces_snapshots: None,
         memories: Vec::new(),
     })
 }

@@ -50,8 +50,11 @@ pub fn compare(
             disk: Some(disk.name.clone()),
             found: None,
             detail: format!(
-                "{}/{}.raw is not there: restore it from a backup",
-                disk.vm_id, disk.id
+                "{}/{}.raw is not there: restore it from a backup. If the VM or the disk was deleted after the backup from which this server was restored, delete it again (vmseal vm delete {vm}, or vmseal disk remove {vm} {})",
+                disk.vm_id,
+                disk.id,
+                disk.name,
+                vm = disk.vm_name
             ),
         }));
     }
@@ -384,6 +387,8 @@ mod tests {
         let scan = compare(&here, contents, &before, &after);
         let told: Vec<_> = scan.images.iter().map(|it| it.status).collect();
         assert_eq!(told, [ImageStatus::InUse, ImageStatus::Missing]);
-        assert!(scan.images[1].detail.contains(&gone.to_string()));
+        let said = &scan.images[1].detail;
+        assert!(said.contains(&gone.to_string()), "{said}");
+        assert!(said.contains("vmseal vm delete web"), "{said}");
     }
 }

@@ -61,6 +61,8 @@ pub async fn set(
     let detail = format!("the link of network card '{}' is set {}", nic.name, link.name());
     let event =
         NewEvent { kind: "vm.changed", actor: caller.name(), target: &vm.name, detail: &detail };
+    // The host is told again, as it may have failed to do it; but nothing changed.
+    let event = (nic.link != link).then_some(event);
     match change(services, &vm, nic, link, event).await {
         // It may have come back meanwhile, and nothing else changes there.
         Err(problem) if is_silence(&problem) => services.hosts.look_again(vm.host),
@@ -91,12 +93,12 @@ async fn change(
     vm: &vms::Vm,
     nic: &NicSpec,
     link: NicLink,
-    event: NewEvent<'_>,
+    event: Option<NewEvent<'_>>,
 ) -> Result<(), Problem> {
     let _unchanged = services.hosts.lock(vm.id).await;
     // A task may have begun since. One that begins from here on tells the host of its devices after this.
     require_devices_stay(&mut *services.store.read().await?, vm).await?;
-    note(services, nic, link, Some(event)).await?;
+    note(services, nic, link, event).await?;
     let told = register_locked(&services.store, &services.hosts, vm.id).await;
     if let Err(problem) = &told
         && !is_silence(problem)

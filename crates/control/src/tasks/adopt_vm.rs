@@ -8,14 +8,15 @@
 //! A VM that runs already is left alone by its host, which compares the key with that of the running VM.
 //!
 //! A VM that the inventory has with another key than its disks name, as it was recrypted after the backup from which the
-//! inventory was restored, gets that key the same way. So does one, while it is off or suspended, that has got disks or network cards
-//! since: its host is told of them before the inventory has them.
+//! inventory was restored, gets that key the same way. So does one, while it is off or suspended, that has got disks, network cards or
+//! snapshots since: its host is told of them before the inventory has them.
 
 mod devices;
+mod snapshots;
 
 use async_trait::async_trait;
 use vmseal_api::host::{Power, VmState};
-use vmseal_api::model::{Lifecycle, SnapshotState};
+use vmseal_api::model::Lifecycle;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::run::{Run, StepError, absent_is_fine, register, state_of, wrong_state};
@@ -25,9 +26,8 @@ use crate::hosts::keys::{self as delivery, Purpose};
 use crate::hosts::{for_agent, restored};
 use crate::operation::{Definition, Operation};
 use crate::store::events::NewEvent;
-use crate::store::snapshots::{self, Snapshot};
 use crate::store::vms::{self, Vm};
-use crate::store::{Write, keys, memory_generations, nics, placements};
+use crate::store::{Write, keys, nics, placements};
 
 /// The steps, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +151,7 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     let state = run.host_state(vm.host, None).await?;
     let is_told = is_told(definition, state_of(&state, vm.id));
     if let Some(before) = &definition.replaces_devices {
-        devices::check_unchanged(run, before).await?;
+        devices::check_unchanged(run, before, definition.replaces_snapshots.as_deref()).await?;
         if !is_told {
             let what =
                 "is neither off nor suspended: stop it, and adopt it again before it is started";
@@ -160,6 +160,11 @@ pub(super) async fn open_disks(run: &Run<'_>) -> Result<(), StepError> {
     }
     if is_told {
         let description = run.hosts().view(vm.host).description;
+        if definition.replaces.is_some() && definition.replaces_devices.is_none() {
+            // It gets a key alone: what is newer there must not be written over.
+            let known = (&vm, &definition.spec);
+            restored::settle(run.store(), &*agent, description.as_deref(), known).await?;
+        }
         agent.register_vm(for_agent(definition.spec.clone(), description.as_deref())).await?;
     }
     let Some(key) = &vm.key else { return Ok(()) };
@@ -184,7 +189,15 @@ pub(super) async fn forget(run: &Run<'_>) -> Result<(), StepError> {
             return Ok(());
         }
         // With the key that the inventory has.
-        return register(run).await;
+        return match register(run).await {
+            // Its host is told of it when what is newer is adopted, or given up.
+            Err(StepError::Final(problem)) if problem.code == ErrorCode::WrongState => {
+                let is_uncertain =
+                    restored::is_uncertain(&mut *run.store().read().await?, &vm).await?;
+                if is_uncertain { Ok(()) } else { Err(StepError::Final(problem)) }
+            }
+            other => other,
+        };
     }
     let state = run.host_state(vm.host, None).await?;
     match state_of(&state, vm.id) {
@@ -248,7 +261,10 @@ async fn update_rows(
         write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
     }
     if definition.replaces_devices.is_some() {
-        let told = devices::take(&mut write, definition).await?;
+        let mut told = devices::take(&mut write, definition).await?;
+        if definition.replaces_snapshots.is_some() {
+            told.extend(snapshots::take(&mut write, definition).await?);
+        }
         if !told.is_empty() {
             let (kind, detail) = ("vm.devices-adopted", told.join("; "));
             write.event(NewEvent { kind, actor, target: &to.name, detail: &detail }).await?;
@@ -287,24 +303,7 @@ pub(crate) async fn insert_rows(
         nics::insert(write, vm.id, position, nic).await?;
     }
     for of in &definition.spec.snapshots {
-        let kept = definition.memories.iter().find(|kept| kept.snapshot == of.snapshot);
-        let snapshot = Snapshot {
-            id: of.snapshot,
-            vm: vm.id,
-            name: of.name.clone(),
-            description: of.description.clone(),
-            parent: of.parent,
-            created: of.created,
-            memory: kept.is_some(),
-            state: SnapshotState::Ready,
-            quiesced: of.quiesced,
-            current: of.current,
-            disks: of.disks.clone(),
-        };
-        snapshots::insert(write, &snapshot).await?;
-        if let Some(kept) = kept {
-            memory_generations::take_found(write, &snapshot, kept.generation).await?;
-        }
+        snapshots::insert(write, definition, of).await?;
     }
     Ok(())
 }
@@ -321,6 +320,9 @@ pub(super) async fn remove_rows(run: &Run<'_>) -> Result<(), StepError> {
     }
     if let Some(before) = &definition.replaces_devices {
         devices::put_back(&mut write, definition, before).await?;
+        if let Some(before) = &definition.replaces_snapshots {
+            snapshots::put_back(&mut write, definition, before).await?;
+        }
         // With what it had for a moment, it may have been compared and found equal.
         let (kind, actor) = (restored::UNDONE, run.task.actor.as_str());
         let detail =

@@ -1,5 +1,5 @@
 //! What the datastore has of VMs of the inventory that is newer than the backup from which this was restored: disks that
-//! were added or grew, and network cards. It is taken from a descriptor that is authentic; else it is only told.
+//! were added or grew, network cards, and snapshots. It is taken from a descriptor that is authentic; else it is only told.
 //!
 //! A MAC shows that a host with the VM's key wrote the descriptor, but not when. Somebody who can write to the datastore can put an old
 //! descriptor back, and a descriptor stays old where its host could not write the next one. So the VM gets nothing unless the inventory
@@ -8,9 +8,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;
+use std::mem;
 
+use vmseal_api::adopt::AdoptedVm;
 use vmseal_api::host::descriptor::{DescribedDisk, VmDescriptor};
 use vmseal_api::host::survey::{FoundDescriptor, FoundVm};
+use vmseal_api::host::version::SURVEY_MEMORIES;
 use vmseal_api::host::{Device, DiskRole, DiskSpec, DiskState, NicSpec, Power, VmSpec};
 use vmseal_api::id::VmId;
 use vmseal_api::nic::NicLink;
@@ -19,6 +22,7 @@ use vmseal_api::size::Size;
 
 use super::authentic::is_made_with;
 use super::rekeyed::encrypted;
+use super::taken_since::{TakenSince, taken_since};
 use super::{Known, check_image, check_nics, place};
 use crate::hosts::restored;
 use crate::operation::Definition;
@@ -27,6 +31,7 @@ use crate::services::vms::require_free;
 use crate::services::{Services, hardware};
 use crate::store::StoreError;
 use crate::store::events::NewEvent;
+use crate::store::snapshots;
 use crate::store::vms::Vm;
 
 /// What a VM that the inventory has gets, if its descriptor is authentic.
@@ -38,9 +43,10 @@ pub(super) struct Changed {
     pub(super) said: Vec<String>,
 }
 
-/// The disks and network cards that a VM gets.
+/// The disks, network cards and snapshots that a VM gets.
 struct Wanted {
     devices: Vec<Device>,
+    snapshots: Option<TakenSince>,
     said: Vec<String>,
 }
 
@@ -78,17 +84,19 @@ pub(super) fn newer(known: &Known, found: &FoundVm) -> Vec<String> {
 
 /// What is said where nothing is taken.
 pub(super) fn not_taken(why: &dyn Display) -> String {
-    format!("its descriptor says other disks or network cards, which the VM does not get: {why}")
+    format!(
+        "its descriptor says other disks, network cards or snapshots, which the VM does not get: {why}"
+    )
 }
 
 /// What becomes of a VM that gets what its descriptor says.
 pub(super) fn detail(definition: &Definition) -> String {
     match &definition.replaces {
         Some(old) if definition.spec.key.as_ref() != Some(old) => format!(
-            "the inventory has it with key '{}', as it was at the backup; it gets the key, the disks and the network cards that its descriptor says",
+            "the inventory has it with key '{}', as it was at the backup; it gets the key, the disks, the network cards and the snapshots that its descriptor says",
             old.key_id
         ),
-        _ => "the inventory has it as it was at the backup; it gets the disks and the network cards that its descriptor says".to_owned(),
+        _ => "the inventory has it as it was at the backup; it gets the disks, the network cards and the snapshots that its descriptor says".to_owned(),
     }
 }
 
@@ -97,12 +105,19 @@ pub(super) fn detail(definition: &Definition) -> String {
 ///
 /// # Errors
 /// `wrong-state` while a task works on the VM: it may be the one that takes what is newer.
-pub(super) async fn discard(services: &Services, caller: &Caller, vm: &Vm) -> Result<(), Problem> {
+pub(super) async fn discard(
+    services: &Services,
+    caller: &Caller,
+    vm: &Vm,
+    there: &AdoptedVm,
+) -> Result<(), Problem> {
     let mut write = services.store.write().await?;
     require_free(&mut write, vm).await?;
     let (kind, actor, target) = (restored::KEPT, caller.name(), vm.name.as_str());
-    let detail = "as the inventory has it: what is newer on its datastores is discarded";
-    write.event(NewEvent { kind, actor, target, detail }).await?;
+    let said = there.newer.iter().chain(&there.differs).cloned();
+    let what = "as the inventory has it: what is newer on its datastores is discarded";
+    let detail = [what.to_owned()].into_iter().chain(said).collect::<Vec<_>>().join(". ");
+    write.event(NewEvent { kind, actor, target, detail: &detail }).await?;
     write.commit().await?;
     let view = services.hosts.view(vm.host);
     let runs = view.vm(vm.id).is_some_and(|seen| seen.power != Power::Off);
@@ -115,7 +130,7 @@ pub(super) async fn discard(services: &Services, caller: &Caller, vm: &Vm) -> Re
     Ok(())
 }
 
-/// The VMs that the inventory has with other disks or network cards than their descriptors say; or why they do not get these.
+/// The VMs that the inventory has with other disks, network cards or snapshots than their descriptors say; or why they do not get these.
 pub(super) async fn changed(
     services: &Services,
     known: &Known,
@@ -124,6 +139,7 @@ pub(super) async fn changed(
     let mut changed = HashMap::new();
     let restored = restored::restored(&mut *services.store.read().await?).await?;
     let Some(restored) = restored else { return Ok(changed) };
+    let tells_memories = services.hosts.view(known.on.host).has(SURVEY_MEMORIES);
     for found in found {
         let Some((vm, descriptor)) = encrypted(known, found) else { continue };
         let FoundDescriptor::Read { made, .. } = &found.descriptor else { continue };
@@ -138,7 +154,18 @@ pub(super) async fn changed(
         let Some((vm, spec)) = crate::hosts::definition(&services.store, vm.id).await? else {
             continue;
         };
-        let wanted = match compare(known, &spec, descriptor, made) {
+        let mut read = services.store.read().await?;
+        let rows = snapshots::of_vm(&mut read, vm.id).await?;
+        let is_uncertain = restored::is_uncertain(&mut read, &vm).await?;
+        drop(read);
+        let of_inventory = (&*rows, &*spec.snapshots);
+        // Since it was compared, one that the descriptor alone has may be one that was deleted here, whose layers are merged.
+        let taken = match is_uncertain {
+            true => taken_since(known, tells_memories, of_inventory, (found, descriptor)),
+            false => Ok(None),
+        };
+        let compared = taken.and_then(|taken| compare(known, &spec, descriptor, made, taken));
+        let wanted = match compared {
             Ok(None) => continue,
             Ok(Some(wanted)) => match stands_against(services, known, &vm, restored).await? {
                 None => Ok(wanted),
@@ -180,11 +207,15 @@ async fn stands_against(
 
 /// The VM as it will be.
 fn define(vm: Vm, spec: VmSpec, descriptor: &VmDescriptor, wanted: Wanted) -> Changed {
-    let Wanted { devices, said } = wanted;
+    let Wanted { devices, snapshots, said } = wanted;
     let before = spec.devices;
     let mut spec = VmSpec { key: descriptor.key.clone(), devices, ..spec };
     let has_tpm = spec.disks().any(|disk| disk.role == DiskRole::Tpm);
     spec.hardware.tpm = has_tpm;
+    let (replaces_snapshots, memories) = match snapshots {
+        Some(taken) => (Some(mem::replace(&mut spec.snapshots, taken.all)), taken.memories),
+        None => (None, Vec::new()),
+    };
     let definition = Definition {
         spec,
         host: vm.host,
@@ -193,7 +224,8 @@ fn define(vm: Vm, spec: VmSpec, descriptor: &VmDescriptor, wanted: Wanted) -> Ch
         policy_name: vm.policy_name,
         replaces: vm.key,
         replaces_devices: Some(before),
-        memories: Vec::new(),
+        replaces_snapshots,
+        memories,
     };
     Changed { definition, said }
 }
@@ -205,6 +237,7 @@ fn compare(
     spec: &VmSpec,
     descriptor: &VmDescriptor,
     made: &[DiskState],
+    snapshots: Option<TakenSince>,
 ) -> Result<Option<Wanted>, String> {
     let (mut said, mut told, mut devices) = (Vec::new(), Vec::new(), Vec::new());
     for disk in spec.disks() {
@@ -227,12 +260,13 @@ fn compare(
         devices.push(Device::Disk(disk));
     }
     said.extend(cards(spec, descriptor));
+    said.extend(snapshots.iter().flat_map(|taken| taken.said.iter().cloned()));
     if said.is_empty() {
         return if told.is_empty() { Ok(None) } else { Err(told.join(". ")) };
     }
     devices.extend(descriptor.nics.iter().cloned().map(Device::Nic));
     said.extend(told);
-    Ok(Some(Wanted { devices, said }))
+    Ok(Some(Wanted { devices, snapshots, said }))
 }
 
 /// The size of a disk that the inventory and the descriptor have.

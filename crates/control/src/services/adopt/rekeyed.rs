@@ -48,6 +48,7 @@ pub(super) async fn rekeyed(
             policy_name: vm.policy_name,
             replaces: vm.key,
             replaces_devices: None,
+            replaces_snapshots: None,
             memories: Vec::new(),
         };
         rekeyed.insert(vm.id, Ok(definition));

@@ -1,6 +1,6 @@
 //! The disks and network cards that a VM of the inventory gets, as its descriptor says them.
 
-use vmseal_api::host::{Device, DiskRole, DiskSpec, NicSpec};
+use vmseal_api::host::{Device, DiskRole, DiskSpec, NicSpec, SnapshotSpec};
 use vmseal_api::id::{DiskId, VmId};
 use vmseal_api::size::Size;
 
@@ -61,15 +61,21 @@ fn nics_of(devices: &[Device]) -> Vec<&NicSpec> {
     nics.collect()
 }
 
-/// Refuses if the inventory has changed the devices of the VM since it was compared with its descriptor.
-pub(super) async fn check_unchanged(run: &Run<'_>, before: &[Device]) -> Result<(), StepError> {
+/// Refuses if the inventory has changed the devices of the VM since it was compared with its descriptor; or its snapshots, where it gets
+/// more of them.
+pub(super) async fn check_unchanged(
+    run: &Run<'_>,
+    before: &[Device],
+    snapshots: Option<&[SnapshotSpec]>,
+) -> Result<(), StepError> {
     let known = crate::hosts::definition(run.store(), run.vm_id).await?;
-    if known.is_some_and(|(_, spec)| spec.devices == before) {
+    let is_same = |of: &[SnapshotSpec]| snapshots.is_none_or(|before| of == before);
+    if known.is_some_and(|(_, spec)| spec.devices == before && is_same(&spec.snapshots)) {
         return Ok(());
     }
     let name = &run.task.target;
     Err(wrong_state(format!(
-        "the disks or network cards of VM '{name}' were changed meanwhile: look at it, and adopt it again"
+        "the disks, network cards or snapshots of VM '{name}' were changed meanwhile: look at it, and adopt it again"
     )))
 }
 

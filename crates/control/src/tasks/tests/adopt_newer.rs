@@ -1,4 +1,4 @@
-//! A VM that the inventory has as it was at a backup gets the disks and network cards that its authentic descriptor says.
+//! A VM that the inventory has as it was at a backup gets the disks, network cards and snapshots that its authentic descriptor says.
 
 use vmseal_api::adopt::{AdoptStatus, AdoptVms, AdoptedVm};
 use vmseal_api::drain::OnDrain;
@@ -43,6 +43,15 @@ async fn tell(fixture: &Fixture, kind: &str, target: &str) {
     write.commit().await.unwrap();
 }
 
+/// The inventory is as it was at a backup: it had no snapshot.
+async fn forget_snapshots(fixture: &Fixture, vm: VmId) {
+    let mut write = fixture.store.write().await.unwrap();
+    for taken in snapshots::of_vm(&mut write, vm).await.unwrap() {
+        snapshots::delete(&mut write, &taken).await.unwrap();
+    }
+    write.commit().await.unwrap();
+}
+
 /// The inventory is as it was at a backup: the first disk was shorter, the second one was not there, and there was another card.
 async fn go_back(fixture: &Fixture, vm: VmId) {
     let known = fixture.disks(vm).await;
@@ -66,6 +75,8 @@ async fn made(fixture: &Fixture, name: &str) -> VmId {
 /// A VM of a restored inventory, which is newer on the datastore.
 pub async fn older(fixture: &Fixture, name: &str) -> VmId {
     let vm = made(fixture, name).await;
+    describe_snapshot(fixture, vm).await;
+    forget_snapshots(fixture, vm).await;
     go_back(fixture, vm).await;
     tell(fixture, "server.restored", "server").await;
     vm
@@ -91,7 +102,8 @@ pub async fn assert_newer(fixture: &Fixture, vm: VmId, what: &str) {
     assert_eq!(sizes, [1 << 20, 1 << 20], "{what}");
     assert_eq!(cards(fixture, vm).await, [NEW_CARD], "{what}");
     let registered = fixture.agent.registered_as(vm).unwrap();
-    assert_eq!(registered.devices, spec(fixture, vm).await.devices, "{what}");
+    let known = spec(fixture, vm).await;
+    assert_eq!((registered.devices, registered.snapshots), (known.devices, known.snapshots));
     assert_eq!(fixture.events("vm.devices-adopted").await.len(), 1, "{what}");
 }
 
@@ -111,6 +123,7 @@ pub async fn assert_older(fixture: &Fixture, vm: VmId, what: &str) {
     let key = fixture.vm(vm).await.unwrap().key.unwrap();
     let mut read = fixture.store.read().await.unwrap();
     assert_eq!(keys::of_vm(&mut read, vm).await.unwrap(), [key], "{what}: its key was forgotten");
+    assert!(snapshots::of_vm(&mut read, vm).await.unwrap().is_empty(), "{what}");
     drop(read);
     assert!(is_uncertain(fixture, vm).await, "{what}: its descriptor may be written over");
     let told = told(fixture).await;
@@ -157,6 +170,92 @@ async fn a_vm_gets_the_disks_and_cards_of_its_descriptor_and_starts_with_them() 
     assert_eq!((again.status, again.newer.len()), (AdoptStatus::Known, 0), "{again:?}");
     fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
     assert_eq!(fixture.agent.runs_with(vm).unwrap().disks().count(), 2);
+}
+
+/// Its agent has restarted before anybody has looked: the descriptor would be written over.
+#[tokio::test]
+async fn a_vm_gets_the_snapshots_that_were_taken_since_or_the_operator_gives_them_up() {
+    for discard in [false, true] {
+        let fixture = Fixture::new().await;
+        let vm = made(&fixture, "web").await;
+        describe_snapshot(&fixture, vm).await;
+        let rows = async || {
+            let mut read = fixture.store.read().await.unwrap();
+            snapshots::of_vm(&mut read, vm).await.unwrap()
+        };
+        let before = rows().await;
+        forget_snapshots(&fixture, vm).await;
+        tell(&fixture, "server.restored", "server").await;
+        fixture.agent.restart();
+        fixture.eventually("it is an alarm", async || is_alarm(&fixture).await.then_some(())).await;
+        fixture.connected().await;
+        assert!(!fixture.agent.registered().contains(&vm));
+        let tried = told(&fixture).await;
+        assert_eq!((tried.status, tried.newer.len()), (AdoptStatus::Possible, 1), "{tried:?}");
+        assert!(tried.newer[0].contains("its snapshot 'kept'"), "{tried:?}");
+        if discard {
+            let vms = vec!["web".to_owned()];
+            let keep = AdoptVms { vms, discard_newer: true, ..AdoptVms::default() };
+            asked(&fixture, keep, false).await;
+            let said = fixture.events(restored::KEPT).await.remove(0).detail;
+            assert!(said.contains("snapshot 'kept'"), "{said}");
+            assert!(rows().await.is_empty());
+        } else {
+            fixture.ends_well(begin(&fixture).await).await;
+            assert_eq!(rows().await, before);
+            assert_eq!(fixture.events(restored::DIFFERED).await.len(), 1);
+        }
+        let known = spec(&fixture, vm).await.snapshots;
+        assert_eq!(fixture.agent.registered_as(vm).unwrap().snapshots, known);
+        let again = told(&fixture).await;
+        assert_eq!((again.status, again.differs.len()), (AdoptStatus::Known, 0), "{again:?}");
+    }
+}
+
+/// It differs, and nothing of it can be adopted: the VM is registered, and the descriptor written anew.
+#[tokio::test]
+async fn what_differs_is_in_an_event_before_it_is_written_over() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let known = fixture.vm(vm).await.unwrap();
+    let (memory, vcpus) = (2 * known.memory, known.vcpus + 1);
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set(&mut write, &vms::Vm { memory, vcpus, ..known }).await.unwrap();
+    write.commit().await.unwrap();
+    // Nobody compares it meanwhile.
+    fixture.agent.set_reachable(false);
+    tell(&fixture, "server.restored", "server").await;
+    fixture.agent.restart();
+    fixture.agent.set_reachable(true);
+    fixture.assert_whole(vm, Power::Off, "compared").await;
+    fixture.connected().await;
+    let mut told = fixture.events(restored::COMPARED).await;
+    assert_eq!(told.len(), 1, "{told:?}");
+    let said = told.remove(0).detail;
+    assert!(said.contains("memory: ") && said.contains("processors: "), "{said}");
+    assert!(!said.contains("nothing"), "{said}");
+    assert_eq!(fixture.agent.registered_as(vm).unwrap().memory, memory);
+}
+
+/// Its name is another one in its descriptor.
+#[tokio::test]
+async fn a_vm_is_meant_by_its_name_here_and_by_that_in_its_descriptor() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let known = fixture.vm(vm).await.unwrap();
+    let mut write = fixture.store.write().await.unwrap();
+    let renamed = vms::Vm { name: "shop".to_owned(), ..known };
+    vms::set(&mut write, &renamed).await.unwrap();
+    write.commit().await.unwrap();
+    let by = |name: String| AdoptVms { vms: vec![name], ..AdoptVms::default() };
+    for name in ["web".to_owned(), "shop".to_owned(), vm.to_string()] {
+        let told = asked(&fixture, by(name.clone()), true).await;
+        assert_eq!(told.iter().map(|it| it.vm).collect::<Vec<_>>(), [vm], "{name}");
+    }
+    // The inventory has another VM of this name.
+    let other = fixture.made("web", "encrypted").await;
+    let told = asked(&fixture, by("web".to_owned()), true).await;
+    assert_eq!(told.iter().map(|it| it.vm).collect::<Vec<_>>(), [other]);
 }
 
 /// It is for people to say again: a descriptor says it, and nothing is taken.
@@ -239,6 +338,44 @@ async fn a_vm_that_was_recrypted_as_well_gets_its_key_and_its_devices() {
     assert_newer(&fixture, vm, "adopted").await;
     assert_eq!(spec(&fixture, vm).await, before);
     assert_eq!(fixture.events("vm.key-adopted").await.len(), 1);
+}
+
+/// What it does not get may be adopted later, so its host is not told of it, which would write over its descriptor.
+#[tokio::test]
+async fn a_vm_gets_no_key_alone_while_its_descriptor_has_a_snapshot_that_it_cannot_get() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    let old = fixture.vm(vm).await.unwrap().key.unwrap();
+    fixture.done(fixture.recryption(vm).await, "web").await;
+    describe_snapshot(&fixture, vm).await;
+    forget_snapshots(&fixture, vm).await;
+    super::snapshots::noted(&fixture, vm, "kept", false).await;
+    let mut write = fixture.store.write().await.unwrap();
+    vms::set_key(&mut write, vm, &old).await.unwrap();
+    write.commit().await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    let ended = fixture.ended(begin(&fixture).await).await;
+    assert_eq!(ended.state, TaskState::Failed, "{:?}", ended.problem);
+    assert_eq!(ended.problem.unwrap().code, ErrorCode::WrongState);
+    assert_eq!(fixture.vm(vm).await.unwrap().key, Some(old));
+    assert!(is_uncertain(&fixture, vm).await);
+    let again = told(&fixture).await;
+    let is_there = again.newer.iter().any(|it| it.contains("another one of that name taken"));
+    assert!(is_there, "its descriptor was written over: {again:?}");
+}
+
+/// Its host has not written that to the descriptor: the layers are merged, and the snapshot is no more.
+#[tokio::test]
+async fn a_snapshot_that_was_deleted_after_the_vm_was_compared_does_not_come_back() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    describe_snapshot(&fixture, vm).await;
+    tell(&fixture, "server.restored", "server").await;
+    tell(&fixture, restored::COMPARED, "web").await;
+    forget_snapshots(&fixture, vm).await;
+    let told = told(&fixture).await;
+    assert_eq!((told.status, told.newer.len()), (AdoptStatus::Known, 0), "{told:?}");
+    assert!(told.differs[0].contains("snapshot 'kept'"), "{told:?}");
 }
 
 /// Nothing is taken, whatever is asked for, and why is said.

@@ -403,6 +403,22 @@ fn links(fixture: &Fixture, vm: VmId) -> Vec<NicLink> {
     fixture.agent.runs_with(vm).unwrap().nics().map(|nic| nic.link).collect()
 }
 
+/// Its host is told again: it may not have done it.
+#[tokio::test]
+async fn a_link_that_is_set_as_it_is_already_is_no_change() {
+    let fixture = Fixture::new().await;
+    let vm = Change::RemoveNic.before(&fixture).await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let before = fixture.events("vm.changed").await.len();
+    for _ in 0..2 {
+        let down = SetNic { link: NicLink::Down };
+        set_nic::set(&services, &me, "web", "nic0", down, false).await.unwrap();
+        assert_eq!(links(&fixture, vm), [NicLink::Down]);
+    }
+    assert_eq!(fixture.events("vm.changed").await.len(), before + 1);
+}
+
 /// Whether its agent has restarted meanwhile or not: the guest runs on, with its cable as it was.
 #[tokio::test]
 async fn a_host_that_was_away_plugs_a_card_in_and_out_when_it_is_back() {
