@@ -45,6 +45,8 @@ struct Inside {
     calls: Vec<&'static str>,
     /// What it does not say of itself, as an earlier version.
     lacks: Vec<&'static str>,
+    /// What keys are sealed to in its run before this one; none once a session has begun.
+    earlier_box: Option<String>,
 }
 
 impl NearbyRemotes {
@@ -65,6 +67,11 @@ impl NearbyRemotes {
     /// It does not say these features of itself, as an earlier version.
     pub fn lack_features(&self, features: &[&'static str]) {
         self.inside().lacks = features.to_vec();
+    }
+
+    /// It restarts between saying of itself what keys are sealed to, and the next session.
+    pub fn restart_before_session(&self, earlier_box: String) {
+        self.inside().earlier_box = Some(earlier_box);
     }
 
     /// How often this was called.
@@ -111,8 +118,11 @@ impl RemoteControlPlane for NearbyRemotes {
     async fn about(&self) -> Result<About, Problem> {
         let mut about =
             self.ask("about", async |services, _| Ok(passphrases::about(services))).await?;
-        let lacks = self.inside().lacks.clone();
-        about.features.retain(|feature| !lacks.contains(&feature.as_str()));
+        let inside = self.inside();
+        about.features.retain(|feature| !inside.lacks.contains(&feature.as_str()));
+        if let Some(earlier) = &inside.earlier_box {
+            about.passphrase_box.clone_from(earlier);
+        }
         Ok(about)
     }
 
@@ -131,6 +141,7 @@ impl RemoteControlPlane for NearbyRemotes {
         id: TaskId,
         session: &ArrivalSession,
     ) -> Result<ArrivalAddress, Problem> {
+        self.inside().earlier_box = None;
         let (id, session) = (id.to_string(), session.clone());
         let call = async |on: &Services, caller: &Caller| {
             arrivals::session(on, caller, &id, session).await

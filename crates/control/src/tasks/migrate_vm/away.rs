@@ -355,7 +355,7 @@ async fn begin(
         streams,
         encrypted,
     };
-    let to = remote.begin_session(route.arrival, &told).await?.address;
+    let to = remote.begin_session(route.arrival, &told).await.map_err(of_session)?.address;
     let vm = run.vm().await?;
     let new = NewSession { vm: vm.id, migration, nonce, key, apart: vm.key.is_some() };
     let departure = Departure {
@@ -370,6 +370,15 @@ async fn begin(
     let job = SendJob { begin: Some(Box::new(departure)), ..checked.sent() };
     agent.put_job(vm.id, run.task.id, JobSpec::Send(job.clone())).await?;
     Ok(job)
+}
+
+/// Why a session did not begin. If the other server has restarted since it said what its keys are sealed to, it is asked again.
+fn of_session(problem: Problem) -> StepError {
+    let is_to_box = problem.field.as_deref().is_some_and(|it| it.ends_with(".passphrase_box"));
+    if is_to_box && problem.code == ErrorCode::WrongState {
+        return StepError::Again(problem);
+    }
+    problem.into()
 }
 
 /// Follows the source until its guest stands still with all sent, and asks the other control plane from time to time. The source

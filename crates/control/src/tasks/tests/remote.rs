@@ -12,6 +12,8 @@ mod with_tpm;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use vmseal_api::host::version::{MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED};
 use vmseal_api::id::{RemoteId, TaskId};
 use vmseal_api::migration::MigrationEncryption;
@@ -292,6 +294,18 @@ async fn the_servers_may_be_killed_at_every_step() {
             two.assert_gone(&what).await;
         }
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_restarts_before_it_gets_the_key_of_a_session_gets_another_one() {
+    let two = Two::new().await;
+    let earlier = Recipient::generate().unwrap();
+    two.west.plane.restart_before_session(STANDARD.encode(earlier.public_key()));
+    let (task, arrival) = two.begin().await;
+    two.west.ends_well(task).await;
+    two.east.ends_well(arrival).await;
+    assert!(two.west.plane.calls("session") >= 2, "the first key was sealed to what is gone");
+    two.assert_gone("the server has restarted").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
