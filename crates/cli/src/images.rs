@@ -286,7 +286,7 @@ mod tests {
                 format!("there is no file {} on this machine: do this", missing.display());
             assert_eq!(crate::exit::text(&error), expected);
         }
-        // Whoever can read it has nothing to do with where it is.
+        // This file can be read, and another format is what is wrong: the remedy for a missing file would mislead.
         std::fs::write(&other, [7; 4096]).unwrap();
         let error = size_of_image(&other, ImageFormat::Qcow2).unwrap_err();
         let error = crate::exit::text(&with_remedy(error, "do this"));

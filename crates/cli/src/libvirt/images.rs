@@ -8,6 +8,7 @@ use anyhow::{Context, bail, ensure};
 use roxmltree::Node;
 
 use super::node::child;
+use super::shell;
 use crate::exit::{Ended, Exit};
 
 /// The option for them.
@@ -119,7 +120,7 @@ fn rbd_image(source: Node<'_, '_>) -> Option<String> {
 /// The command that copies an image to a file, as the user and by the monitors that the domain names.
 fn rbd_export<'a>(disk: Node<'a, 'a>, source: Node<'a, 'a>, image: &str) -> String {
     let of = |at: Node<'a, 'a>, element: &str, attribute: &str| {
-        child(at, element).and_then(|it| it.attribute(attribute)).map(quoted)
+        child(at, element).and_then(|it| it.attribute(attribute)).map(shell::word)
     };
     let mut words = vec!["rbd".to_owned()];
     words.extend(of(source, "config", "file").map(|file| format!("-c {file}")));
@@ -129,9 +130,9 @@ fn rbd_export<'a>(disk: Node<'a, 'a>, source: Node<'a, 'a>, image: &str) -> Stri
     let hosts = source.children().filter(|child| child.has_tag_name("host"));
     let monitors: Vec<String> = hosts.filter_map(monitor).collect();
     if !monitors.is_empty() {
-        words.push(format!("-m {}", quoted(&monitors.join(","))));
+        words.push(format!("-m {}", shell::word(&monitors.join(","))));
     }
-    words.push(format!("export {} FILE", quoted(image)));
+    words.push(format!("export {} FILE", shell::word(image)));
     words.join(" ")
 }
 
@@ -143,15 +144,6 @@ fn monitor(host: Node<'_, '_>) -> Option<String> {
         false => name.to_owned(),
     };
     Some(host.attribute("port").map_or_else(|| name.clone(), |port| format!("{name}:{port}")))
-}
-
-/// A word of a command, as a shell takes it: names in a domain are not the user's own.
-fn quoted(word: &str) -> String {
-    let is_plain = |it: char| it.is_ascii_alphanumeric() || "-_./@:,".contains(it);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
 }
 
 #[cfg(test)]
@@ -217,7 +209,8 @@ mod tests {
         let said = of("<auth username='old'/><source protocol='rbd' name='vms/web'/>");
         assert!(said.contains("(rbd --id old export vms/web FILE)"), "{said}");
         let said = of(r#"<source protocol='rbd' name="vms/$(a)'b"/>"#);
-        assert!(said.contains(r"export 'vms/$(a)'\''b' FILE"), "{said}");
+        let quoted = shell::word("vms/$(a)'b");
+        assert!(said.contains(&format!("export {quoted} FILE")), "{said}");
         assert!(of("<source protocol='rbd'/>").contains("names no image"));
         // What would be copied is ciphertext.
         let sealed = "<source protocol='rbd' name='vms/web'><encryption format='luks2' engine='librbd'/></source>";

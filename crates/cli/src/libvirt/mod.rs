@@ -7,6 +7,7 @@ mod machine;
 mod networks;
 mod node;
 mod read;
+mod shell;
 mod tpm_state;
 mod write;
 

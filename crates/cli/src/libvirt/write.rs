@@ -10,8 +10,8 @@ use vmseal_api::host::{AcceleratorKind, Attachment, DiskRole, HostDescription};
 use vmseal_api::model::{Disk, Nic, Vm};
 use vmseal_api::nic::{NicBackend, NicLink, PortForward};
 
-use super::forwards;
 use super::tpm_state::{FILE as TPM_STATE, file_of};
+use super::{forwards, shell};
 
 /// The comment above the domain: what it can be used for.
 const NOTE: &str = "
@@ -97,9 +97,7 @@ impl Files {
 
 /// A path as one word of a command for a shell.
 fn as_word(path: &Path) -> String {
-    let path = path.display().to_string();
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/-_.,:+@%=".contains(c);
-    if path.chars().all(is_plain) { path } else { format!("'{}'", path.replace('\'', r"'\''")) }
+    shell::word(&path.display().to_string())
 }
 
 /// Where the disks of a domain are.
@@ -576,7 +574,7 @@ mod tests {
         let told = |disk: &str, format: &str, to: &str| {
             format!("vmseal disk export sealed {disk} --format {format} --plaintext --to {to}")
         };
-        let quoted = |name: &str| format!(r"'/srv/<o> & '\''ut'\''/{name}'");
+        let quoted = |name: &str| shell::word(&format!("/srv/<o> & 'ut'/{name}"));
         assert_eq!(
             exports,
             [
