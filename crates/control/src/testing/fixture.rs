@@ -297,6 +297,19 @@ impl Fixture {
         self.agent.calls().iter().filter(|made| **made == call).count()
     }
 
+    /// The host's agent restarts as one of an earlier version, without these features.
+    pub async fn restart_agent_without(&self, features: &[&'static str]) {
+        self.agent.lack_features(features);
+        self.agent.restart();
+        self.eventually("the server knows what the agent lacks", async || {
+            let view = self.hosts.view(self.host);
+            let lacks = |feature: &&'static str| !view.has(feature);
+            (view.description.is_some() && features.iter().all(lacks)).then_some(())
+        })
+        .await;
+        self.connected().await;
+    }
+
     pub async fn connected(&self) {
         self.eventually("the host is connected", async || {
             self.hosts.connected(self.host).is_ok().then_some(())

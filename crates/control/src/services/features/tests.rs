@@ -97,15 +97,7 @@ async fn what_an_older_agent_does_not_know_is_refused_by_name_and_nothing_is_mad
         }
     }
     for (feature, said) in LACKED {
-        fixture.agent.lack_features(&[feature]);
-        fixture.agent.restart();
-        fixture
-            .eventually("the server knows", async || {
-                let description = fixture.hosts.view(fixture.host).description?;
-                (!description.features.iter().any(|it| it == feature)).then_some(())
-            })
-            .await;
-        fixture.connected().await;
+        fixture.restart_agent_without(&[feature]).await;
         for dry_run in [true, false] {
             for (field, answer) in asked(&services, feature, dry_run).await {
                 let refused = answer.expect_err(feature);

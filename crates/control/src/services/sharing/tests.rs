@@ -164,15 +164,7 @@ async fn hosts_that_do_not_see_each_others_locks_share_nothing() {
 #[tokio::test]
 async fn an_agent_of_before_shares_nothing() {
     let bench = Bench::new().await;
-    bench.fixture.agent.lack_features(&[SHARED_DATASTORES]);
-    bench.fixture.agent.restart();
-    bench
-        .fixture
-        .eventually("the server knows what the agent lacks", async || {
-            let view = bench.fixture.hosts.view(bench.fixture.host);
-            (view.description.is_some() && !view.has(SHARED_DATASTORES)).then_some(())
-        })
-        .await;
+    bench.fixture.restart_agent_without(&[SHARED_DATASTORES]).await;
     let refused = bench.share(false).await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
     assert!(refused.detail.contains("'here'"), "{refused}");

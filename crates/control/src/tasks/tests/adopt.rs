@@ -211,14 +211,7 @@ async fn without_the_descriptor_beside_its_first_disk_a_vm_is_not_adopted_withou
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn that_an_older_agent_does_not_tell_which_snapshots_keep_memory_is_said() {
     let fixture = Fixture::new().await;
-    fixture.agent.lack_features(&[SURVEY_MEMORIES]);
-    fixture.agent.restart();
-    fixture
-        .eventually("the server knows", async || {
-            let description = fixture.hosts.view(fixture.host).description?;
-            (!description.features.iter().any(|it| it == SURVEY_MEMORIES)).then_some(())
-        })
-        .await;
+    fixture.restart_agent_without(&[SURVEY_MEMORIES]).await;
     let (vm, [asleep, disks]) = with_memory(&fixture, false).await;
     let without_snapshots = fixture.made("plain", "encrypted").await;
     lose(&fixture, vm).await;
@@ -292,14 +285,7 @@ async fn an_adopted_vm_has_what_its_users_said_of_it() {
 #[tokio::test]
 async fn an_older_agent_is_not_told_what_users_say_of_a_vm() {
     let fixture = Fixture::new().await;
-    fixture.agent.lack_features(&[ABOUT]);
-    fixture.agent.restart();
-    fixture
-        .eventually("the server knows", async || {
-            let description = fixture.hosts.view(fixture.host).description?;
-            (!description.features.iter().any(|it| it == ABOUT)).then_some(())
-        })
-        .await;
+    fixture.restart_agent_without(&[ABOUT]).await;
     let vm = fixture.made("web", "encrypted").await;
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
@@ -318,14 +304,7 @@ async fn an_older_agent_is_not_told_what_users_say_of_a_vm() {
 #[tokio::test]
 async fn an_older_agent_is_told_what_users_say_without_what_it_does_not_know() {
     let fixture = Fixture::new().await;
-    fixture.agent.lack_features(&[TREATMENT]);
-    fixture.agent.restart();
-    fixture
-        .eventually("the server knows", async || {
-            let description = fixture.hosts.view(fixture.host).description?;
-            (!description.features.iter().any(|it| it == TREATMENT)).then_some(())
-        })
-        .await;
+    fixture.restart_agent_without(&[TREATMENT]).await;
     let vm = fixture.made("web", "encrypted").await;
     describe_snapshot(&fixture, vm).await;
     let services = fixture.services(Recipient::generate().unwrap());
@@ -578,14 +557,7 @@ async fn without_its_provider_or_with_a_sealed_one_nothing_is_adopted() {
 #[tokio::test]
 async fn an_older_agent_is_told_no_policy_and_is_not_asked_for_a_survey() {
     let fixture = Fixture::new().await;
-    fixture.agent.lack_features(&[DESCRIPTORS, USAGE]);
-    fixture.agent.restart();
-    fixture
-        .eventually("the server knows", async || {
-            let description = fixture.hosts.view(fixture.host).description?;
-            (!description.features.iter().any(|it| it == DESCRIPTORS)).then_some(())
-        })
-        .await;
+    fixture.restart_agent_without(&[DESCRIPTORS, USAGE]).await;
     let vm = fixture.made("web", "encrypted").await;
     let known = fixture.agent.survey_datastore(location()).await.unwrap();
     let descriptor = match &known.vms[0].descriptor {

@@ -468,13 +468,7 @@ async fn what_no_guest_writes_is_in_a_backup_and_comes_back() {
     assert_eq!((names(&contents.disks), names(&contents.lacks)), (all.to_vec(), vec![]));
     assert!(contents.disks.iter().all(|part| part.encrypted == Some(true)), "{contents:?}");
 
-    fixture.agent.lack_features(&[WHOLE_BACKUP]);
-    fixture.agent.restart();
-    let known = async || {
-        let description = fixture.hosts.view(fixture.host).description?;
-        (!description.features.iter().any(|it| it == WHOLE_BACKUP)).then_some(())
-    };
-    fixture.eventually("the server knows", known).await;
+    fixture.restart_agent_without(&[WHOLE_BACKUP]).await;
     let old = back_up(&fixture, &services, "old").await;
     let of_old = old.contents.clone().unwrap();
     assert_eq!((names(&of_old.disks), names(&of_old.lacks)), (vec!["disk0"], all[1..].to_vec()));
@@ -587,11 +581,7 @@ async fn an_agent_of_before_does_not_back_up_a_suspended_vm() {
     let me = Caller::administrator("me");
     let vm = fixture.running("web").await;
     fixture.done(Operation::SuspendVm { vm }, "web").await;
-    fixture.agent.lack_features(&[BACKUP_SUSPENDED]);
-    fixture.agent.restart();
-    let lacks = async || (!fixture.hosts.view(fixture.host).has(BACKUP_SUSPENDED)).then_some(());
-    fixture.eventually("the server knows", lacks).await;
-    fixture.connected().await;
+    fixture.restart_agent_without(&[BACKUP_SUSPENDED]).await;
     let request = CreateBackup { directory: Some(DIRECTORY.into()), ..CreateBackup::default() };
     let refused = service::create(&services, &me, "web", request, false).await.unwrap_err();
     assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");

@@ -143,7 +143,7 @@ async fn a_queued_task_that_was_cancelled_before_a_crash_does_not_wait_for_its_t
     }
 }
 
-/// What a step counts as for a VM with a disk that is to be made, and that this changes.
+/// The limit that a step falls under, for a VM with one new disk; `change` changes that disk first.
 async fn share(
     limit: Limit,
     operation: impl FnOnce(VmId) -> Operation,

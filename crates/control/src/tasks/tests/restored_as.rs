@@ -222,11 +222,7 @@ async fn another_host_makes_another_vm_of_a_backup() {
         (SHARE_DATA_KEYS, "host 'here' cannot mark disks whose data keys other VMs have"),
         (RESTORE_AS, "host 'here' cannot restore a backup as another VM"),
     ] {
-        fixture.agent.lack_features(&[feature]);
-        fixture.agent.restart();
-        let known = async || (!fixture.hosts.view(fixture.host).has(feature)).then_some(());
-        fixture.eventually("the server knows", known).await;
-        fixture.connected().await;
+        fixture.restart_agent_without(&[feature]).await;
         let refused = restore(as_another("third")).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
         assert!(refused.detail.contains(says), "{refused}");
