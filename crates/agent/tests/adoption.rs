@@ -285,7 +285,7 @@ async fn a_guest_that_panicked_while_no_agent_was_there_is_found_so() {
         let goes_on = asked.iter().any(|it| it["execute"] == "cont" || it["execute"] == "quit");
         assert!(!goes_on, "{status}: {asked:?}");
         assert!(host.lives(0));
-        // The next agent knows of it.
+        // An agent that starts later reads it from the record.
         let noted = std::fs::read_to_string(host.of(vm).join("run.json")).unwrap();
         let noted: Value = serde_json::from_str(&noted).unwrap();
         assert_eq!(noted["panic"]["kept"].as_bool(), panicked.then_some(true), "{noted}");

@@ -268,7 +268,8 @@ impl Inside {
         Ok(())
     }
 
-    /// The VM has come with copies: its lease, which is beside them, says so when no agent knows of it any more.
+    /// Writes the lease of a VM that has come, beside the copies of its disks. It tells an agent that knows nothing else of the VM that the VM
+    /// was here.
     fn take_lease(&mut self, vm: VmId, generation: Option<u64>) {
         if let Some(generation) = generation {
             self.persisted.leases.insert(vm, generation);

@@ -109,8 +109,8 @@ pub(super) fn known_to(services: &Services, host: HostId, name: &str) -> Result<
     Err(Problem { field, ..Problem::new(ErrorCode::Unsupported, what) })
 }
 
-/// Asks the host whether the cards of a VM that is to be made could be connected. They are not placed yet, and any address does: it is of
-/// no matter to that.
+/// Asks the host whether it could connect the cards of a new VM. The cards have no MAC addresses yet; those that they are asked about
+/// with are placeholders, as a host does not look at them.
 pub(super) async fn examine_wanted(
     services: &Services,
     (host, host_name): (HostId, &str),

@@ -313,7 +313,8 @@ impl<'a, S: Source> Walk<'a, S> {
         }
         let found = self.source.part(at, self.end).map_err(|error| (at, error))?;
         if found.end <= at {
-            // It would be asked for again for ever: a piece is read, which tells what is there. Behind that nothing is known.
+            // The source has named an empty part, and would name it again. So the next piece is read as data, and the source is asked
+            // about what follows it.
             return Ok(OwnExtent { content: Own::Data, end: self.end });
         }
         if found.content == Own::Data {
