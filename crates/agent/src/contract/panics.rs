@@ -33,7 +33,7 @@ struct Panicked {
 
 impl Panicked {
     /// Waits until the guest has booted again: what is typed before is lost.
-    async fn boots_again(mut self, session: &Session) {
+    async fn boots_again(mut self, agent: &dyn HostAgent, session: &Session) {
         let mut seen = Vec::new();
         let boots = async {
             loop {
@@ -48,7 +48,10 @@ impl Panicked {
             }
         };
         let outcome = timeout(session.fixture.timeout, boots).await;
-        assert!(outcome.is_ok(), "the guest does not boot again");
+        if outcome.is_err() {
+            let (state, seen) = (session.now(agent).await, String::from_utf8_lossy(&seen));
+            panic!("the guest does not boot again: {state:?}; {:?} in {seen:?}", self.typed);
+        }
     }
 }
 
@@ -82,14 +85,14 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     assert_eq!((known.format, known.encrypted), (DumpFormat::Elf, true));
     assert!(known.bytes > 0);
     let dump = known.dump;
-    panicked.boots_again(session).await;
+    panicked.boots_again(agent, session).await;
     console(agent, session).await;
     // One after the other tells nothing more.
     let (state, panicked) = panic(agent, session).await;
     let detail = &state.panics[1].detail;
     assert!(state.panics[1].restarted && detail.contains("in 10 minutes at most"), "{detail}");
     assert_eq!(state.panic_dumps.len(), 1, "{state:?}");
-    panicked.boots_again(session).await;
+    panicked.boots_again(agent, session).await;
 
     registered(agent, session, OnCrash::Preserve).await;
     let (state, panicked) = panic(agent, session).await;
@@ -104,14 +107,14 @@ pub async fn running(agent: &dyn HostAgent, session: &Session) {
     done(agent.control_guest(vm, GuestControl::Unpause).await, "letting it go on");
     let state = session.now(agent).await;
     assert!(told(&state).is_none_or(|detail| detail.contains("restarted")), "{state:?}");
-    panicked.boots_again(session).await;
+    panicked.boots_again(agent, session).await;
     console(agent, session).await;
 
     registered(agent, session, OnCrash::Restart).await;
     for number in 2..RESTARTS_MAX {
         let (state, panicked) = panic(agent, session).await;
         assert_eq!(state.power, Power::Running, "after {number} restarts: {state:?}");
-        panicked.boots_again(session).await;
+        panicked.boots_again(agent, session).await;
     }
     let (state, _) = panic(agent, session).await;
     let stopped = state.stopped.expect("it was restarted too often");

@@ -1,14 +1,21 @@
 //! What is done to a guest that runs: it is paused, reset and woken, its VM is registered anew, its disks grow, and devices are
 //! plugged in. The suite's guest knows no devices, and lets none go.
 
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
 use vmseal_api::datastore::FoundImage;
 use vmseal_api::host::{
-    Device, DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, Power, VmSpec,
+    ConsoleClaim, Device, DiskFacts, DiskSpec, Exposing, GuestControl, HostAgent, Power, VmSpec,
 };
 use vmseal_api::id::NicId;
 use vmseal_api::problem::ErrorCode;
 
 use super::{DISK_SIZE, Session, done, refused};
+
+/// How long a guest that may not have booted yet is given to echo a word.
+const ECHO_WAIT: Duration = Duration::from_secs(2);
 
 /// Pauses the guest and lets it go on, and resets it. It does not sleep, and is not woken.
 pub async fn controlled(agent: &dyn HostAgent, session: &Session) {
@@ -29,6 +36,29 @@ pub async fn controlled(agent: &dyn HostAgent, session: &Session) {
     assert_eq!((now.power, now.suspended_to_ram), (Power::Running, false));
     let awake = agent.control_guest(vm, GuestControl::Wakeup).await;
     refused(awake, ErrorCode::WrongState, "waking a guest that is awake");
+    boots(agent, session).await;
+}
+
+/// Waits until a guest that was reset echoes a word as a whole: what is typed before it has booted is lost.
+async fn boots(agent: &dyn HostAgent, session: &Session) {
+    let answers = async { while timeout(ECHO_WAIT, echoed(agent, session)).await.is_err() {} };
+    let outcome = timeout(session.fixture.timeout, answers).await;
+    assert!(outcome.is_ok(), "the guest does not boot again");
+}
+
+/// Types a new word and waits for its echo.
+async fn echoed(agent: &dyn HostAgent, session: &Session) {
+    let console = agent.console(session.vm(), ConsoleClaim::TakeOver).await;
+    let mut console = done(console, "the console");
+    let word = NicId::new().to_string();
+    console.write_all(word.as_bytes()).await.expect("typing");
+    let mut seen = Vec::new();
+    while !String::from_utf8_lossy(&seen).contains(&word) {
+        let mut chunk = [0; 1024];
+        let length = console.read(&mut chunk).await.expect("reading the console");
+        assert!(length > 0, "the console ended: {}", String::from_utf8_lossy(&seen));
+        seen.extend_from_slice(&chunk[..length]);
+    }
 }
 
 /// What a VM that runs cannot have now it gets at its next start, and says so until then.
