@@ -346,7 +346,25 @@ impl Control {
     /// # Errors
     /// [`FilterError`]; a filter of an earlier vmseal does not know the request.
     pub async fn set_pace(&self, disk: DiskId, pace: CopyPace) -> Result<(), FilterError> {
-        match ask(&self.0, &ControlRequest::Pace { disk, pace }, STATUS_TIMEOUT).await? {
+        // It sees itself what the guest asks for.
+        self.ask_pace(ControlRequest::Pace { disk, pace, rests: false }).await
+    }
+
+    /// Has a filter that serves nobody work on a disk at this pace from now on, and with rests where a guest runs beside it.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn set_work_pace(
+        &self,
+        disk: DiskId,
+        pace: CopyPace,
+        rests: bool,
+    ) -> Result<(), FilterError> {
+        self.ask_pace(ControlRequest::Pace { disk, pace, rests }).await
+    }
+
+    async fn ask_pace(&self, request: ControlRequest) -> Result<(), FilterError> {
+        match ask(&self.0, &request, STATUS_TIMEOUT).await? {
             ControlReply::Done => Ok(()),
             other => Err(unexpected(other)),
         }
