@@ -168,29 +168,31 @@ pub async fn asked(cancelled: oneshot::Receiver<()>) {
 /// What a filter was told of the pace of a gate, and of rests.
 pub struct Told<'a> {
     gate: &'a Gate,
-    told: (CopyPace, bool),
+    /// None where an answer is lacking: the filter may go by what it was told last, or by what it was told before.
+    told: Option<(CopyPace, bool)>,
 }
 
 impl<'a> Told<'a> {
     /// A filter that has just started, and is not held back and does not rest.
     #[must_use]
     pub fn nothing(gate: &'a Gate) -> Self {
-        Self { gate, told: (CopyPace::default(), false) }
+        Self { gate, told: Some((CopyPace::default(), false)) }
     }
 
     /// Tells the filter of these disks what has changed. One that does not answer is looked at by the caller.
     pub async fn tell(&mut self, control: &Control, disks: &[DiskId]) {
         let wanted @ (pace, rests) = (self.gate.pace(), self.gate.rests());
-        if wanted == self.told {
+        if self.told == Some(wanted) {
             return;
         }
+        self.told = None;
         for disk in disks {
             if let Err(error) = control.set_work_pace(*disk, pace, rests).await {
                 tracing::debug!(%disk, %error, "a filter is not told its pace");
                 return;
             }
         }
-        self.told = wanted;
+        self.told = Some(wanted);
     }
 
     /// Waits until the pace has changed. A guest that starts or stops is seen at the caller's next look.
@@ -205,6 +207,7 @@ mod tests {
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
     use serde_json::{Value, json};
+    use tempfile::TempDir;
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixListener;
     use tokio::task::{spawn_blocking, yield_now};
@@ -286,6 +289,15 @@ mod tests {
         assert!(gate.is_closed());
     }
 
+    /// The socket of a filter that is still to answer, and the agent's side of it.
+    async fn filter_of(disk: DiskId) -> (TempDir, UnixListener, Control) {
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().import(disk);
+        directory.renew().await.unwrap();
+        let filter = UnixListener::bind(directory.socket(NAME)).unwrap();
+        (root, filter, Control::of(&directory))
+    }
+
     /// What a filter is told at the next look; none if nothing.
     async fn hears(
         told: &mut Told<'_>,
@@ -315,12 +327,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_filter_is_told_to_rest_while_a_guest_runs_and_only_where_the_work_is_beside_one() {
-        let root = tempfile::tempdir().unwrap();
         let disk = DiskId::new();
-        let directory = RunDir::open(root.path()).unwrap().import(disk);
-        directory.renew().await.unwrap();
-        let (filter, control) =
-            (UnixListener::bind(directory.socket(NAME)).unwrap(), Control::of(&directory));
+        let (_root, filter, control) = filter_of(disk).await;
         let at = (&control, disk);
         let guest_runs = Arc::new(AtomicBool::new(false));
         let gate = Gate::beside(CopyPace::default(), Arc::clone(&guest_runs));
@@ -343,5 +351,26 @@ mod tests {
         let of_others = Gate::new(CopyPace::default());
         let mut told = Told::nothing(&of_others);
         assert_eq!(hears(&mut told, &filter, at).await, None, "it is not beside a guest");
+    }
+
+    #[tokio::test]
+    async fn a_filter_whose_answer_is_lost_is_told_again_also_that_all_is_as_before() {
+        let disks = [DiskId::new()];
+        let [disk] = disks;
+        let (_root, filter, control) = filter_of(disk).await;
+        let gate = Gate::new(CopyPace::default());
+        let mut told = Told::nothing(&gate);
+        gate.set(CopyPace { paused: true, bytes_per_second: None });
+        let takes_it = async {
+            let (stream, _) = filter.accept().await.unwrap();
+            let mut line = String::new();
+            BufReader::new(stream).read_line(&mut line).await.unwrap();
+            line
+        };
+        let ((), line) = tokio::join!(told.tell(&control, &disks), takes_it);
+        assert!(line.contains("\"paused\":true"), "{line}");
+        gate.set(CopyPace::default());
+        let free = json!({ "do": "pace", "disk": disk, "pace": {} });
+        assert_eq!(hears(&mut told, &filter, (&control, disk)).await, Some(free));
     }
 }
