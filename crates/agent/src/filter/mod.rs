@@ -346,7 +346,32 @@ impl Control {
     /// # Errors
     /// [`FilterError`]; a filter of an earlier vmseal does not know the request.
     pub async fn set_pace(&self, disk: DiskId, pace: CopyPace) -> Result<(), FilterError> {
-        match ask(&self.0, &ControlRequest::Pace { disk, pace }, STATUS_TIMEOUT).await? {
+        // It sees itself what the guest asks for.
+        self.ask_pace(ControlRequest::Pace { disk, pace, rests: false }).await
+    }
+
+    /// Has a filter that serves nobody work on a disk at this pace from now on, and with rests where a guest runs beside it.
+    /// One of an earlier vmseal, which knows no rests, has the pace alone.
+    ///
+    /// # Errors
+    /// [`FilterError`].
+    pub async fn set_work_pace(
+        &self,
+        disk: DiskId,
+        pace: CopyPace,
+        rests: bool,
+    ) -> Result<(), FilterError> {
+        match self.ask_pace(ControlRequest::Pace { disk, pace, rests }).await {
+            // It refuses a word that it does not know, and the pace with it.
+            Err(FilterError::Refused { code: ErrorCode::InvalidRequest, .. }) if rests => {
+                self.ask_pace(ControlRequest::Pace { disk, pace, rests: false }).await
+            }
+            told => told,
+        }
+    }
+
+    async fn ask_pace(&self, request: ControlRequest) -> Result<(), FilterError> {
+        match ask(&self.0, &request, STATUS_TIMEOUT).await? {
             ControlReply::Done => Ok(()),
             other => Err(unexpected(other)),
         }
@@ -485,5 +510,34 @@ mod tests {
         assert!(matches!(answered(b"{\"answer\":").await.unwrap_err(), FilterError::Io(_)));
         static LONG: [u8; LINE_MAX + 10] = [b'x'; LINE_MAX + 10];
         assert!(matches!(answered(&LONG).await.unwrap_err(), FilterError::Protocol(_)));
+    }
+
+    #[tokio::test]
+    async fn a_filter_that_knows_no_rests_has_the_pace_nevertheless() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filter.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let disk = DiskId::new();
+        let pace = CopyPace { bytes_per_second: None, paused: true };
+        let server = async {
+            let mut heard = Vec::new();
+            for answer in [
+                "{\"answer\":\"error\",\"code\":\"invalid-request\",\"message\":\"unknown field `rests`\"}\n",
+                "{\"answer\":\"done\"}\n",
+            ] {
+                let (stream, _) = listener.accept().await.unwrap();
+                let (reader, mut writer) = stream.into_split();
+                let mut line = String::new();
+                BufReader::new(reader).read_line(&mut line).await.unwrap();
+                writer.write_all(answer.as_bytes()).await.unwrap();
+                heard.push(serde_json::from_str::<ControlRequest>(&line).unwrap());
+            }
+            heard
+        };
+        let control = Control(path);
+        let (told, heard) = tokio::join!(control.set_work_pace(disk, pace, true), server);
+        assert!(told.is_ok(), "{told:?}");
+        let with = |rests| ControlRequest::Pace { disk, pace, rests };
+        assert_eq!(heard, [with(true), with(false)]);
     }
 }

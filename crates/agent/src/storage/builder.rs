@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use vmseal_api::host::{Allocation, DiskSpec};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -24,6 +25,15 @@ pub struct DiskBuilder {
     pub transfer: TransferDirectories,
     /// The pace that it goes at.
     pub gate: Arc<Gate>,
+}
+
+impl DiskBuilder {
+    /// The same of work that rests while a guest runs, which may start or stop meanwhile.
+    #[must_use]
+    pub fn beside(self, guest_runs: &Arc<AtomicBool>) -> Self {
+        let gate = Arc::new(Gate::beside(self.gate.pace(), Arc::clone(guest_runs)));
+        Self { gate, ..self }
+    }
 }
 
 /// A defect, or an error without a code of its own.

@@ -1,8 +1,9 @@
 //! The pace that is wanted at the moment of what copies a disk and serves no guest: work of the agent itself waits here, and
-//! filters are told ([`Told`]).
+//! filters are told ([`Told`]), also whether they are to rest beside a guest ([`Gate::beside`]).
 
 use std::pin::pin;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Notify, oneshot};
@@ -19,6 +20,8 @@ pub struct Gate {
     changed: Condvar,
     /// The same for who does not block.
     notify: Notify,
+    /// Whether a guest runs at present; none where the work does not rest beside one.
+    guest_runs: Option<Arc<AtomicBool>>,
 }
 
 #[derive(Debug)]
@@ -34,7 +37,21 @@ impl Gate {
     #[must_use]
     pub fn new(pace: CopyPace) -> Self {
         let state = State { pace, closed: false, free_at: Instant::now() };
-        Self { state: Mutex::new(state), changed: Condvar::new(), notify: Notify::new() }
+        let (changed, notify) = (Condvar::new(), Notify::new());
+        Self { state: Mutex::new(state), changed, notify, guest_runs: None }
+    }
+
+    /// The same of work whose filter rests while a guest runs, which may start or stop meanwhile.
+    #[must_use]
+    pub fn beside(pace: CopyPace, guest_runs: Arc<AtomicBool>) -> Self {
+        Self { guest_runs: Some(guest_runs), ..Self::new(pace) }
+    }
+
+    /// Whether a filter is to rest after each piece of its work.
+    #[must_use]
+    pub fn rests(&self) -> bool {
+        // It alone counts: nothing else is read by it.
+        self.guest_runs.as_ref().is_some_and(|runs| runs.load(Ordering::Relaxed))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -148,35 +165,37 @@ pub async fn asked(cancelled: oneshot::Receiver<()>) {
     }
 }
 
-/// What a filter was told of the pace of a gate.
+/// What a filter was told of the pace of a gate, and of rests.
 pub struct Told<'a> {
     gate: &'a Gate,
-    told: CopyPace,
+    /// None where an answer is lacking: the filter may go by what it was told last, or by what it was told before.
+    told: Option<(CopyPace, bool)>,
 }
 
 impl<'a> Told<'a> {
-    /// A filter that has just started, and is not held back.
+    /// A filter that has just started, and is not held back and does not rest.
     #[must_use]
     pub fn nothing(gate: &'a Gate) -> Self {
-        Self { gate, told: CopyPace::default() }
+        Self { gate, told: Some((CopyPace::default(), false)) }
     }
 
     /// Tells the filter of these disks what has changed. One that does not answer is looked at by the caller.
     pub async fn tell(&mut self, control: &Control, disks: &[DiskId]) {
-        let wanted = self.gate.pace();
-        if wanted == self.told {
+        let wanted @ (pace, rests) = (self.gate.pace(), self.gate.rests());
+        if self.told == Some(wanted) {
             return;
         }
+        self.told = None;
         for disk in disks {
-            if let Err(error) = control.set_pace(*disk, wanted).await {
+            if let Err(error) = control.set_work_pace(*disk, pace, rests).await {
                 tracing::debug!(%disk, %error, "a filter is not told its pace");
                 return;
             }
         }
-        self.told = wanted;
+        self.told = Some(wanted);
     }
 
-    /// Waits until it has changed.
+    /// Waits until the pace has changed. A guest that starts or stops is seen at the caller's next look.
     pub async fn changed(&self) {
         self.gate.changed().await;
     }
@@ -185,14 +204,18 @@ impl<'a> Told<'a> {
 #[cfg(test)]
 mod tests {
     use std::future::{pending, ready};
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
+    use serde_json::{Value, json};
+    use tempfile::TempDir;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixListener;
     use tokio::task::{spawn_blocking, yield_now};
     use tokio::time::timeout;
 
     use super::*;
+    use crate::filter::NAME;
+    use crate::process::run_dir::RunDir;
 
     /// How long a stop may take to be noticed.
     const STOPS_WITHIN: Duration = Duration::from_secs(30);
@@ -264,5 +287,90 @@ mod tests {
         assert_eq!(gate.close_when(asked(cancelled), work).await, Some(7));
         assert_eq!(gate.close_when(ready(()), ready(7)).await, None);
         assert!(gate.is_closed());
+    }
+
+    /// The socket of a filter that is still to answer, and the agent's side of it.
+    async fn filter_of(disk: DiskId) -> (TempDir, UnixListener, Control) {
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().import(disk);
+        directory.renew().await.unwrap();
+        let filter = UnixListener::bind(directory.socket(NAME)).unwrap();
+        (root, filter, Control::of(&directory))
+    }
+
+    /// What a filter is told at the next look; none if nothing.
+    async fn hears(
+        told: &mut Told<'_>,
+        filter: &UnixListener,
+        (control, disk): (&Control, DiskId),
+    ) -> Option<Value> {
+        let answers = async {
+            let (stream, _) = filter.accept().await.unwrap();
+            let (reader, mut writer) = stream.into_split();
+            let mut line = String::new();
+            BufReader::new(reader).read_line(&mut line).await.unwrap();
+            writer.write_all(b"{\"answer\":\"done\"}\n").await.unwrap();
+            serde_json::from_str::<Value>(&line).unwrap()
+        };
+        let disks = [disk];
+        let mut answers = pin!(answers);
+        let mut tells = pin!(told.tell(control, &disks));
+        tokio::select! {
+            biased;
+            () = &mut tells => None,
+            heard = &mut answers => {
+                tells.await;
+                Some(heard)
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_filter_is_told_to_rest_while_a_guest_runs_and_only_where_the_work_is_beside_one() {
+        let disk = DiskId::new();
+        let (_root, filter, control) = filter_of(disk).await;
+        let at = (&control, disk);
+        let guest_runs = Arc::new(AtomicBool::new(false));
+        let gate = Gate::beside(CopyPace::default(), Arc::clone(&guest_runs));
+        let mut told = Told::nothing(&gate);
+        assert_eq!(hears(&mut told, &filter, at).await, None, "no guest runs");
+        guest_runs.store(true, Ordering::Relaxed);
+        let rests = json!({ "do": "pace", "disk": disk, "pace": {}, "rests": true });
+        assert_eq!(hears(&mut told, &filter, at).await, Some(rests));
+        assert_eq!(hears(&mut told, &filter, at).await, None, "it was told");
+        gate.set(CopyPace { paused: false, bytes_per_second: Some(1 << 20) });
+        let mut paced = json!({ "do": "pace", "disk": disk, "rests": true });
+        paced["pace"] = json!({ "bytes_per_second": 1 << 20 });
+        assert_eq!(hears(&mut told, &filter, at).await, Some(paced), "another rate ends no rests");
+        gate.set(CopyPace::default());
+        guest_runs.store(false, Ordering::Relaxed);
+        let free = json!({ "do": "pace", "disk": disk, "pace": {} });
+        assert_eq!(hears(&mut told, &filter, at).await, Some(free));
+
+        guest_runs.store(true, Ordering::Relaxed);
+        let of_others = Gate::new(CopyPace::default());
+        let mut told = Told::nothing(&of_others);
+        assert_eq!(hears(&mut told, &filter, at).await, None, "it is not beside a guest");
+    }
+
+    #[tokio::test]
+    async fn a_filter_whose_answer_is_lost_is_told_again_also_that_all_is_as_before() {
+        let disks = [DiskId::new()];
+        let [disk] = disks;
+        let (_root, filter, control) = filter_of(disk).await;
+        let gate = Gate::new(CopyPace::default());
+        let mut told = Told::nothing(&gate);
+        gate.set(CopyPace { paused: true, bytes_per_second: None });
+        let takes_it = async {
+            let (stream, _) = filter.accept().await.unwrap();
+            let mut line = String::new();
+            BufReader::new(stream).read_line(&mut line).await.unwrap();
+            line
+        };
+        let ((), line) = tokio::join!(told.tell(&control, &disks), takes_it);
+        assert!(line.contains("\"paused\":true"), "{line}");
+        gate.set(CopyPace::default());
+        let free = json!({ "do": "pace", "disk": disk, "pace": {} });
+        assert_eq!(hears(&mut told, &filter, (&control, disk)).await, Some(free));
     }
 }

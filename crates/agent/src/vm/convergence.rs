@@ -9,7 +9,8 @@
 //!      └───────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //! If a guest writes faster than its storage merges, each round leaves a larger layer than the one before, and the merge never
-//! ends. So the agent makes the guest's disk wait, longer in each round, until the layers become smaller.
+//! ends. So the agent makes the guest's disk wait, longer in each round, until the layers become smaller. In the rounds before, the
+//! merge rests for half of its time, for the guest's sake; from then on it does not, nor does the merge for which the guest waits.
 
 use std::time::Duration;
 
@@ -74,6 +75,12 @@ impl Convergence {
         let doublings = self.rounds.checked_sub(FREE_ROUNDS).filter(|more| *more > 0)?;
         let turns = 1u32.checked_shl(doublings).map_or(u32::MAX, |turns| turns - 1);
         Some(TURN.saturating_mul(turns).min(WAIT_MAX))
+    }
+
+    /// Whether a merge beside the guest may rest, so that the guest has half of the storage's time. Not in rounds in which the guest
+    /// is to wait for it, also where it cannot be had to.
+    pub fn rests(&self) -> bool {
+        self.wait().is_none()
     }
 }
 
@@ -152,7 +159,9 @@ mod tests {
                 convergence.begin_round();
                 let wait = convergence.wait().unwrap_or_default().as_secs_f64();
                 let share = TURN.as_secs_f64() / (TURN.as_secs_f64() + wait);
-                bytes = (writes * share * bytes / merges).min(DISK);
+                // It rests for as long as it works.
+                let beside = if convergence.rests() { merges / 2.0 } else { merges };
+                bytes = (writes * share * bytes / beside).min(DISK);
             } else if bytes / merges <= PATIENCE {
                 return Some(convergence.rounds);
             } else {
@@ -197,6 +206,19 @@ mod tests {
         assert_eq!(waits[8..], [most; 4]);
         convergence.rounds = u32::MAX;
         assert_eq!(convergence.wait(), Some(WAIT_MAX));
+    }
+
+    #[test]
+    fn a_merge_rests_until_the_guest_has_to_wait_for_it() {
+        let mut convergence = Convergence::default();
+        let mut rests = vec![convergence.rests()];
+        for _ in 0..5 {
+            convergence.begin_round();
+            rests.push(convergence.rests());
+        }
+        assert_eq!(rests, [true, true, true, true, false, false]);
+        convergence.took_too_long();
+        assert!(!convergence.rests());
     }
 
     #[test]

@@ -55,13 +55,17 @@ pub enum ControlRequest {
         /// The disk.
         disk: DiskId,
     },
-    /// Copy a mirrored disk so fast from now on, or not at all; answered by [`ControlReply::Done`]. It is in force when that
-    /// is sent, also for what is being copied. Where the disk has pivoted nothing is changed.
+    /// Copy a mirrored disk, or do what else copies a disk, so fast from now on, or not at all; answered by [`ControlReply::Done`].
+    /// It is in force when that is sent, also for what is being copied. Where the disk has pivoted nothing is changed.
     Pace {
         /// The disk.
         disk: DiskId,
         /// How fast.
         pace: CopyPace,
+        /// Whether work of a filter that serves nobody rests after each piece, as another filter has the guest's disk on the same
+        /// storage. A mirrored disk takes no notice: its filter sees what the guest asks for.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        rests: bool,
     },
     /// Finish the requests in flight of these disks, flush, and let further requests wait in their rings. Answered by
     /// [`ControlReply::Done`] when none of the disks has a request in flight, which is one instant for all of them. They
@@ -455,4 +459,24 @@ pub struct CipherFigures {
     pub encrypt_nanoseconds: u64,
     /// Of reads, in nanoseconds.
     pub decrypt_nanoseconds: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_pace_without_a_word_of_rests_has_none_and_is_written_as_before() {
+        let disk = DiskId::new();
+        let earlier = json!({ "do": "pace", "disk": disk, "pace": {} });
+        let none = ControlRequest::Pace { disk, pace: CopyPace::default(), rests: false };
+        assert_eq!(serde_json::to_value(&none).unwrap(), earlier);
+        assert_eq!(serde_json::from_value::<ControlRequest>(earlier).unwrap(), none);
+        let rests = ControlRequest::Pace { disk, pace: CopyPace::default(), rests: true };
+        let written = serde_json::to_value(&rests).unwrap();
+        assert_eq!(written, json!({ "do": "pace", "disk": disk, "pace": {}, "rests": true }));
+        assert_eq!(serde_json::from_value::<ControlRequest>(written).unwrap(), rests);
+    }
 }

@@ -11,6 +11,8 @@
 //! the sink, as far as there are buffers; the sink gets everything in order. The pace is kept at the sink, so that a copy that is
 //! held back ends at once when the sink fails or a stop is asked for. What is told as durable was flushed before.
 //!
+//! Where the work rests beside a guest, one buffer goes round instead of all: what is read ahead would be read in the rests.
+//!
 //! Where source and sink are one file, or a part is too short for a thread, the same is done piece by piece
 //! ([`Engine::in_turn`]).
 
@@ -37,6 +39,10 @@ const UNREAD_MAX: u64 = 256 * 1024 * 1024;
 
 /// The buffers: one that is read into, one that is written, and one that waits for each.
 const DEPTH: usize = 4;
+
+/// How much is written between two flushes where the work rests, in bytes: the rests are as long as what was done before, and to
+/// fill the page cache is not all that storage does for it.
+const FLUSHED_BESIDE_GUEST: u64 = 16 << 20;
 
 /// The alignment of a buffer: what any device takes without a copy.
 const PAGE: usize = 4096;
@@ -369,14 +375,24 @@ impl<'a, T: Sink> Writing<'a, T> {
         pieces: Receiver<Result<Piece, (u64, E)>>,
         free: SyncSender<Buffer>,
     ) -> Result<(), CopyError<E, T::Error>> {
+        // Buffers that are not given to the reader, and how many are.
+        let (mut kept, mut given) = (Vec::with_capacity(DEPTH), DEPTH);
         for piece in pieces {
             let mut piece = match piece {
                 Ok(piece) => piece,
                 Err((at, error)) => return Err(CopyError::Source { at, error }),
             };
             self.take::<E>(&mut piece)?;
-            // The reader may have come to its end.
-            let _ = free.send(piece.buffer);
+            kept.push(piece.buffer);
+            given -= 1;
+            let most = if self.pace.rests() { 1 } else { DEPTH };
+            while given < most
+                && let Some(buffer) = kept.pop()
+            {
+                // The reader may have come to its end.
+                let _ = free.send(buffer);
+                given += 1;
+            }
         }
         Ok(())
     }
@@ -410,9 +426,10 @@ impl<'a, T: Sink> Writing<'a, T> {
         }
         self.written += data;
         self.progress.done = piece.end;
-        if self.flushes.is_some_and(|flushes| {
+        let is_due = self.flushes.is_some_and(|flushes| {
             self.written >= flushes.bytes || self.flushed.elapsed() >= flushes.every
-        }) {
+        });
+        if is_due || (self.written >= FLUSHED_BESIDE_GUEST && self.pace.rests()) {
             self.flush::<E>()?;
         }
         (self.report)(self.progress);

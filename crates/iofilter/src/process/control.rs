@@ -129,7 +129,9 @@ impl Control {
                 Ok(ControlRequest::AnnounceSize { disk }) => {
                     send(stream, &self.announce_size(disk))?;
                 }
-                Ok(ControlRequest::Pace { disk, pace }) => send(stream, &self.pace(disk, pace))?,
+                Ok(ControlRequest::Pace { disk, pace, rests }) => {
+                    send(stream, &self.pace(disk, pace, rests))?;
+                }
                 Ok(ControlRequest::Pivot { disk }) => {
                     // What the disk had before is closed when the answer is sent.
                     let (answer, former) = self.pivot(disk);
@@ -257,7 +259,7 @@ impl Control {
         Ok(())
     }
 
-    fn pace(&self, disk: DiskId, pace: CopyPace) -> ControlReply {
+    fn pace(&self, disk: DiskId, pace: CopyPace, rests: bool) -> ControlReply {
         let running = match self.disk(disk) {
             Ok(running) => running,
             Err(refusal) => return refusal,
@@ -267,7 +269,10 @@ impl Control {
         }
         match (running.pivot.get(), running.state.pace()) {
             (Some(pivot), _) => pivot.set_pace(pace),
-            (None, Some(work)) => work.set(pace),
+            (None, Some(work)) => {
+                work.set(pace);
+                work.set_rests(rests);
+            }
             (None, None) => {
                 let why = NotPivoted::NoMirror;
                 return refusal(ErrorCode::WrongState, format!("disk {disk}: {why}"));

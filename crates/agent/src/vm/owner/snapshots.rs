@@ -34,7 +34,7 @@ use crate::storage::home::Home;
 use crate::storage::layers::{self, Layer, LayerId, ToMerge};
 use crate::storage::mirror;
 use crate::storage::replica;
-use crate::vm::convergence::Slowdown;
+use crate::vm::convergence::{Convergence, Slowdown};
 use crate::vm::internal;
 use crate::vm::merging::Merging;
 use crate::vm::workers::Workers;
@@ -329,7 +329,10 @@ impl Owner {
                 (None, _) => return Ok(Next::Done),
                 (Some(ToMerge { upper, active: false }), _)
                 | (Some(ToMerge { upper, active: true }), Power::Off | Power::Suspended) => {
-                    let merging = self.merging(&spec, upper, false)?;
+                    let mut merging = self.merging(&spec, upper, false)?;
+                    if self.merges.get(&disk).is_none_or(Convergence::rests) {
+                        merging.builder = merging.builder.beside(&self.guest_runs);
+                    }
                     let slowdown = self.slowdown(disk).await;
                     self.workers.begin_merge(disk, merging, slowdown);
                     return Ok(Next::Begun);

@@ -4,7 +4,7 @@
 //!  begun ─► what nobody writes is copied ─► an active layer for the copy ─┬─ the guest has the disk ─► its filter copies
 //!                                                                         └─ nobody has it ─────────► a filter of its own copies
 //! ```
-//! The guest goes on until the last arrow. Whether it begins or ends to run meanwhile is of no matter.
+//! The guest goes on until the last arrow. It may begin or end to run meanwhile: the copy of the first arrow rests while it runs.
 
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ impl Owner {
     fn tree_of(&self, disk: DiskId) -> Result<TreeCopying, Problem> {
         let disk: DiskSpec = find_disk(&self.spec, disk)?.clone();
         let facts = self.facts(&disk).ok_or_else(|| internal("a disk without facts"))?;
-        let builder = Workers::builder(&self.shared, disk.disk);
+        let builder = Workers::builder(&self.shared, disk.disk).beside(&self.guest_runs);
         let (spec, kek) = (self.spec.clone(), self.clone_kek()?);
         let pace = self.jobs.mirror_of(disk.disk).map(|(_, job)| job.pace).unwrap_or_default();
         builder.gate.set(pace);

@@ -292,3 +292,77 @@ fn nothing_is_called_durable_before_it_is_flushed() {
         assert_eq!(told, [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4), (5, 4), (5, 5)]);
     }
 }
+
+/// A pace with rests, as beside a guest.
+fn with_rests() -> Paced {
+    let pace = Arc::new(WorkPace::new().unwrap());
+    pace.set_rests(true);
+    Paced::new(Some(pace))
+}
+
+/// Takes a while for each piece, and notes how many were read when it had it.
+struct Slow {
+    reads: Arc<AtomicUsize>,
+    read: Vec<usize>,
+}
+
+/// How long it takes: long enough that a source without rests has read ahead.
+const SLOW_WRITE: Duration = Duration::from_millis(20);
+
+impl Sink for Slow {
+    type Error = &'static str;
+
+    fn write(&mut self, _bytes: &mut [u8], _at: u64) -> Result<(), Self::Error> {
+        thread::sleep(SLOW_WRITE);
+        self.read.push(self.reads.load(Ordering::Relaxed));
+        Ok(())
+    }
+
+    fn zero(&mut self, _at: u64, _length: u64) -> Result<(), Self::Error> {
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), Self::Error> {
+        Ok(())
+    }
+}
+
+#[test]
+fn work_that_rests_takes_twice_as_long_and_reads_nothing_in_its_rests() {
+    let pieces = 3 * DEPTH;
+    for ahead in [false, true] {
+        let reads = Arc::new(AtomicUsize::new(0));
+        let mut source = Ones { reads: Arc::clone(&reads), ..Ones::default() };
+        let mut sink = Slow { reads, read: Vec::new() };
+        let (mut pace, stop, begun) = (with_rests(), Stop::new().unwrap(), Instant::now());
+        let range = 0..pieces as u64 * PIECE_BYTES;
+        let engine = Engine { range, pace: &mut pace, stop: &stop, flushes: None };
+        let copied = match ahead {
+            true => engine.run(&mut source, &mut sink, &mut |_| ()),
+            false => engine.in_turn(&mut source, &mut sink, &mut |_| ()),
+        };
+        copied.unwrap();
+        // What was read before the first piece was written is as if there were no guest.
+        let one_by_one = (DEPTH + 1..=pieces).collect::<Vec<_>>();
+        assert_eq!(sink.read[DEPTH..], one_by_one, "ahead: {ahead}");
+        // No rest comes after the last piece.
+        let least = SLOW_WRITE * (2 * pieces as u32 - 1);
+        assert!(begun.elapsed() >= least, "{:?}", begun.elapsed());
+    }
+}
+
+#[test]
+fn what_is_written_beside_a_guest_is_flushed_in_between() {
+    let pieces = FLUSHED_BESIDE_GUEST / PIECE_BYTES;
+    let flushes = |mut pace: Paced| {
+        let (mut source, mut sink, stop) =
+            (Ones::default(), Noted::default(), Stop::new().unwrap());
+        let range = 0..(pieces + 1) * PIECE_BYTES;
+        let engine = Engine { range, pace: &mut pace, stop: &stop, flushes: None };
+        engine.in_turn(&mut source, &mut sink, &mut |_| ()).unwrap();
+        let at = sink.did.iter().enumerate().filter(|(_, did)| **did == Did::Flushed);
+        at.map(|(at, _)| at as u64).collect::<Vec<_>>()
+    };
+    assert_eq!(flushes(Paced::new(None)), [pieces + 1], "at the end alone");
+    assert_eq!(flushes(with_rests()), [pieces, pieces + 2]);
+}

@@ -183,7 +183,7 @@ fn pivot() -> ControlRequest {
 
 fn set_pace(directory: &Path, pace: CopyPace) {
     let dead = AtomicBool::new(false);
-    let request = ControlRequest::Pace { disk: id(), pace };
+    let request = ControlRequest::Pace { disk: id(), pace, rests: false };
     let answer = Agent::connect(directory, &dead).and_then(|mut agent| agent.ask(&request, &[]));
     assert_eq!(answer, Some(ControlReply::Done));
 }
