@@ -81,6 +81,7 @@ impl Owner {
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
         self.require_awake("is not sent").await?;
+        self.serve_without_replicas().await?;
         if self.power() != Power::Paused {
             // Of one that was begun later it is known whether the guest ran then.
             self.until_served().await?;
