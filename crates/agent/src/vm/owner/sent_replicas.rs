@@ -11,10 +11,11 @@
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::Power;
-use vmseal_api::problem::Problem;
+use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::{Owner, State};
 use crate::rules;
+use crate::storage::replica;
 use crate::vm::internal;
 use crate::vm::serve::{self, Plan};
 
@@ -32,8 +33,8 @@ impl Owner {
     /// Has the disks of a guest that is about to be sent be served without their replicas. The guest sees a pause, if it has such disks.
     ///
     /// # Errors
-    /// As [`Owner::until_served`] and [`Owner::may_replace_filter`], and `wrong-state` for a guest that is paused: the filter goes on. Those of a filter's start: another one
-    /// is started.
+    /// As [`Owner::until_served`] and [`Owner::may_replace_filter`], and `wrong-state` for a guest that is paused or a replica that hangs: the
+    /// filter goes on. Those of a filter's start: another one is started.
     pub(super) async fn serve_without_replicas(&mut self) -> Result<(), Problem> {
         let Some(disk) = self.spec.disks().find(|disk| disk.replica.is_some()) else {
             return Ok(());
@@ -47,16 +48,35 @@ impl Owner {
         }
         // One that has died is replaced first.
         self.until_served().await?;
+        self.require_replicas_answer().await?;
         self.may_replace_filter().await?;
         let plan = Plan { without_replicas: true, ..self.plan()? };
         self.may_lack_replicas = true;
         self.end_filter_to_replace().await?;
-        let started = self.start_filter_of(plan).await;
-        if started.is_err() {
+        if let Err(problem) = self.start_filter_of(plan).await {
             // The guest waits.
             self.serve_again();
+            return Err(problem);
         }
-        started
+        // It may have begun while the guest stood still for a moment.
+        self.until_served().await
+    }
+
+    /// Refuses while the datastore of a replica hangs: a filter that writes there could not end, and another one would begin late. One that is
+    /// not there does not matter.
+    async fn require_replicas_answer(&self) -> Result<(), Problem> {
+        for disk in self.spec.disks() {
+            if let Err(problem) = replica::examine(disk).await
+                && problem.code == ErrorCode::TimedOut
+            {
+                let what = format!(
+                    "has a replica of its disk '{}' that hangs, and its filter is not replaced meanwhile: {}",
+                    disk.name, problem.detail
+                );
+                return Err(rules::wrong_state(&self.spec, &what));
+            }
+        }
+        Ok(())
     }
 
     /// Has the disks served with their replicas again, where the guest goes on that was sent: here, or where it was received. The guest sees a
@@ -68,13 +88,12 @@ impl Owner {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return };
         // One that is paused writes nothing, and may be suspended or sent only with the filter that it has.
-        if running.live.paused || running.stands_still() {
-            return;
-        }
+        let waits = running.live.paused || running.stands_still();
         // One that does not answer is replaced in any case.
         let Ok(status) = running.control.status().await else { return };
         let lacks = spawn_blocking(move || serve::lacks_replicas(&spec, &status)).await;
         match lacks.map_err(internal).flatten() {
+            Ok(true) if waits => return,
             Ok(true) => {}
             Ok(false) => {
                 self.may_lack_replicas = false;
@@ -85,7 +104,11 @@ impl Owner {
                 return;
             }
         }
-        if let Err(problem) = self.may_replace_filter().await {
+        let may_be_replaced = match self.require_replicas_answer().await {
+            Ok(()) => self.may_replace_filter().await,
+            hangs => hangs,
+        };
+        if let Err(problem) = may_be_replaced {
             tracing::info!(vm = %self.spec.vm, %problem, "its disks are served without their replicas yet");
             return;
         }
