@@ -475,7 +475,8 @@ impl Owner {
                 self.serve_with_replicas_again().await;
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     let stalled = (&mut self.stalled, self.shared.disk_stall);
-                    self.troubles = running.look_after(&self.spec, stalled).await;
+                    let left = self.may_lack_replicas;
+                    self.troubles = running.look_after(&self.spec, stalled, left).await;
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.ask_for_addresses();
