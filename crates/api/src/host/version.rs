@@ -303,7 +303,7 @@ pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 pub const MIGRATE_SHARED_TPM: &str = "job-migrate-shared-tpm";
 
 /// The feature of agents that send running VMs whose disks have replicas, and go on with these where they receive such VMs. Another one
-/// would leave a map of what was copied to be believed.
+/// refuses to send them, and copies nothing to the replicas of one that it receives until that is started again.
 pub const MIGRATE_REPLICAS: &str = "job-migrate-replicas";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).

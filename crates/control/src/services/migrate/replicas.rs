@@ -79,7 +79,7 @@ pub(super) fn warning(vm: &Vm, disks: &[Disk]) -> Option<String> {
         replicated(disks).map(|(disk, place)| format!("{} (on '{place}')", disk.name)).collect();
     (!of.is_empty()).then(|| {
         format!(
-            "nothing is copied to the replicas of disks {} while the VM is sent, and all of these disks is copied again from when its guest goes on: until that is done the replicas are of different times (alarm 'replica-behind'; vmseal disk replica {} DISK). The guest sees two pauses of its disks, at each host one",
+            "nothing is copied to the replicas of disks {} while the VM is sent. When its guest goes on, all of each disk is copied again: until that is done the replica has parts of different times (alarm 'replica-behind'; vmseal disk replica {} DISK). The guest sees two pauses of its disks, one at each host",
             of.join(", "),
             vm.name
         )
