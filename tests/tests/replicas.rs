@@ -10,10 +10,11 @@ use serde_json::Value;
 use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
 use vmseal_tests::eventually;
 use vmseal_tests::exposed::Exposed;
+use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::rest;
-use vmseal_tests::shell_guest::{self, booted};
+use vmseal_tests::shell_guest::{self, booted, run};
 use vmseal_tests::two_hosts::{self, HERE, THERE};
 
 const FILTER: &str = "vmseal-filter";
@@ -202,7 +203,25 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     assert!(here.datastore_entries(&here.path("datastore")).unwrap().is_empty());
 }
 
-/// The guest writes all the time, and goes to another host and back.
+/// Has the guest be sent to this host, slowly, until nothing is copied to its replica any more. Returns the task.
+fn sent_slowly(here: &Installation, host: &str) -> String {
+    let task = here.json(&["vm", "migrate", "web", host, "--rate", "1M", "--no-wait"]).unwrap();
+    eventually("the replica is left", || {
+        let told = here.refused(&["disk", "replica", "web", "disk0"]).ok()?;
+        told.contains("sent to another host").then_some(())
+    })
+    .unwrap();
+    task["id"].as_str().unwrap().to_owned()
+}
+
+/// The guest writes this, once, to where it writes nothing else.
+fn write_once(console: &mut Console, what: &str) {
+    let write =
+        format!("echo {what} | dd of=/dev/vda bs=1M seek=62 conv=notrunc 2>/dev/null; sync");
+    run(console, &format!("{write}; echo ONCE-$((6 * 7))"), "ONCE-42").unwrap();
+}
+
+/// The guest goes to another host; the next time it is sent, that is given up. What it wrote meanwhile is in the replica when it has caught up.
 #[test]
 fn a_replica_goes_on_at_the_host_that_the_running_guest_goes_to() {
     let mut here = Installation::new().unwrap();
@@ -238,20 +257,33 @@ fn a_replica_goes_on_at_the_host_that_the_running_guest_goes_to() {
     let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
     assert!(warned.contains("replica-behind"), "{warned}");
 
-    count(&mut console);
     drop(console);
-    for host in [THERE, HERE] {
-        here.vmseal(&["vm", "migrate", "web", host]).unwrap();
-        assert_eq!(two_hosts::only_host(&here, "web").unwrap(), host);
+    for (host, stays) in [(THERE, false), (HERE, true)] {
+        let task = sent_slowly(&here, host);
+        let mut console = here.console("web").unwrap();
+        count(&mut console);
+        write_once(&mut console, &format!("SENT-TO-{host}"));
+        drop(console);
+        if stays {
+            here.vmseal(&["task", "cancel", &task]).unwrap();
+            assert!(!here.try_vmseal(&["task", "wait", &task]).unwrap().status.success());
+        } else {
+            here.vmseal(&["task", "set", &task, "--rate", "1G"]).unwrap();
+            here.vmseal(&["task", "wait", &task]).unwrap();
+        }
+        assert_eq!(two_hosts::only_host(&here, "web").unwrap(), THERE);
         let mut console = here.console("web").unwrap();
         stop_counting(&mut console);
         read_marker_of_disk(&mut console);
+        drop(console);
         is_shown_caught_up(&here);
-        count(&mut console);
+        here.wait_no_alarm("web", "replica-behind").unwrap();
+        here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+        assert!(is_equal(&image, &replica), "its replica lacks what it wrote on its way to {host}");
+        if !stays {
+            here.vmseal(&["vm", "start", "web"]).unwrap();
+            drop(booted(&here, "web").unwrap());
+            is_shown_caught_up(&here);
+        }
     }
-    stop_counting(&mut here.console("web").unwrap());
-    is_shown_caught_up(&here);
-    here.wait_no_alarm("web", "replica-behind").unwrap();
-    here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
-    assert!(is_equal(&image, &replica), "what the guest wrote on its way is not in its replica");
 }
