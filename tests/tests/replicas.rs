@@ -7,11 +7,15 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use serde_json::Value;
+use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
 use vmseal_tests::eventually;
 use vmseal_tests::exposed::Exposed;
+use vmseal_tests::guest::Console;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::rest;
+use vmseal_tests::shell_guest::{self, booted, run};
+use vmseal_tests::two_hosts::{self, HERE, THERE};
 
 const FILTER: &str = "vmseal-filter";
 
@@ -197,4 +201,89 @@ fn a_replica_survives_kills_of_filter_and_agent_and_equals_the_disk_in_the_end()
     here.vmseal(&["vm", "delete", "web"]).unwrap();
     assert!(here.datastore_entries(&second).unwrap().is_empty());
     assert!(here.datastore_entries(&here.path("datastore")).unwrap().is_empty());
+}
+
+/// Has the guest be sent to this host, slowly, until nothing is copied to its replica any more. Returns the task.
+fn sent_slowly(here: &Installation, host: &str) -> String {
+    let task = here.json(&["vm", "migrate", "web", host, "--rate", "1M", "--no-wait"]).unwrap();
+    eventually("the replica is left", || {
+        let told = here.refused(&["disk", "replica", "web", "disk0"]).ok()?;
+        told.contains("sent to another host").then_some(())
+    })
+    .unwrap();
+    task["id"].as_str().unwrap().to_owned()
+}
+
+/// The guest writes this, once, to where it writes nothing else.
+fn write_once(console: &mut Console, what: &str) {
+    let write =
+        format!("echo {what} | dd of=/dev/vda bs=1M seek=62 conv=notrunc 2>/dev/null; sync");
+    run(console, &format!("{write}; echo ONCE-$((6 * 7))"), "ONCE-42").unwrap();
+}
+
+/// The guest goes to another host; the next time it is sent, that is given up. What it wrote meanwhile is in the replica when it has caught up.
+#[test]
+fn a_replica_goes_on_at_the_host_that_the_running_guest_goes_to() {
+    let mut here = Installation::new().unwrap();
+    let second = here.path("second");
+    std::fs::create_dir(&second).unwrap();
+    let (store, second) = (here.path("datastore"), text(&second).unwrap().to_owned());
+    here.vmseal(&["datastore", "add", "second", "--host", HERE, "--path", second.as_str()])
+        .unwrap();
+    let copied = ["policy", "create", "copied", "--encrypt", "--replicate-to", "second"];
+    here.vmseal(&[&copied[..], &["--replicate-rate", "64MiB"]].concat()).unwrap();
+    shell_guest::start(&here, "web", "copied", &[]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write_marker(&mut console);
+    is_shown_caught_up(&here);
+    let image = here.images("web").unwrap().remove(0);
+    let vm = image.parent().unwrap().file_name().unwrap();
+    let replica = PathBuf::from(&second).join(vm);
+    let replica = replica.join(image.with_extension("replica").file_name().unwrap());
+
+    here.add_host(THERE).unwrap();
+    let share = |name: &str, path: &str| {
+        here.vmseal(&["datastore", "share", name, "--host", THERE, "--path", path]).unwrap();
+    };
+    share("local", text(&store).unwrap());
+    let refused = here.refused(&["vm", "migrate", "web", THERE, "--dry-run"]).unwrap();
+    assert!(refused.contains("datastore share second --host there"), "{refused}");
+    share("second", second.as_str());
+    here.vmseal(&["vm", "pause", "web"]).unwrap();
+    let refused = here.refused(&["vm", "migrate", "web", THERE]).unwrap();
+    assert!(refused.contains("vmseal vm unpause web"), "{refused}");
+    here.vmseal(&["vm", "unpause", "web"]).unwrap();
+    let planned = here.try_vmseal(&["vm", "migrate", "web", THERE, "--dry-run"]).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
+    assert!(warned.contains("replica-behind"), "{warned}");
+
+    drop(console);
+    for (host, stays) in [(THERE, false), (HERE, true)] {
+        let task = sent_slowly(&here, host);
+        let mut console = here.console("web").unwrap();
+        count(&mut console);
+        write_once(&mut console, &format!("SENT-TO-{host}"));
+        drop(console);
+        if stays {
+            here.vmseal(&["task", "cancel", &task]).unwrap();
+            assert!(!here.try_vmseal(&["task", "wait", &task]).unwrap().status.success());
+        } else {
+            here.vmseal(&["task", "set", &task, "--rate", "1G"]).unwrap();
+            here.vmseal(&["task", "wait", &task]).unwrap();
+        }
+        assert_eq!(two_hosts::only_host(&here, "web").unwrap(), THERE);
+        let mut console = here.console("web").unwrap();
+        stop_counting(&mut console);
+        read_marker_of_disk(&mut console);
+        drop(console);
+        is_shown_caught_up(&here);
+        here.wait_no_alarm("web", "replica-behind").unwrap();
+        here.vmseal(&["vm", "stop", "web", "--force"]).unwrap();
+        assert!(is_equal(&image, &replica), "its replica lacks what it wrote on its way to {host}");
+        if !stays {
+            here.vmseal(&["vm", "start", "web"]).unwrap();
+            drop(booted(&here, "web").unwrap());
+            is_shown_caught_up(&here);
+        }
+    }
 }

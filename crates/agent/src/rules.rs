@@ -486,6 +486,16 @@ pub fn unreplicated(disk: &DiskSpec, place: &ReplicaPlace) -> String {
     )
 }
 
+/// The same of one that is served so because its VM is sent to another host, or was (docs/decisions/325).
+#[must_use]
+pub fn left_replica(disk: &DiskSpec, place: &ReplicaPlace) -> String {
+    format!(
+        "disk '{}' is served without its replica in {}: its VM is being sent to another host, or was. All of the disk is copied again when the guest goes on, as soon as its filter can be replaced: not while it is paused, or a disk is exposed",
+        disk.name,
+        place.datastore.location.path().display()
+    )
+}
+
 /// A disk, as messages name it.
 #[must_use]
 pub fn disk_of(spec: &VmSpec, disk: &DiskSpec) -> String {

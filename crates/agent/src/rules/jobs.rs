@@ -188,9 +188,10 @@ fn check_send(spec: &VmSpec, job: &SendJob, key: KeyState) -> Result<(), Problem
     if begin.at_rest {
         check_send_at_rest(spec, job, &begin.session)?;
     }
-    if let Some(disk) = spec.disks().find(|disk| disk.replica.is_some()) {
+    let is_copied = |disk: &&DiskSpec| disk.replica.is_some() && job.copies.contains(&disk.disk);
+    if let Some(disk) = spec.disks().find(is_copied) {
         let what = format!(
-            "has a replica of its disk '{}', which would stay behind. Stop it first",
+            "has a replica of its disk '{}', which would stay behind: share the datastores of both with the other host, so that the disk is not copied",
             disk.name
         );
         return Err(wrong_state(spec, &what));
@@ -456,5 +457,49 @@ fn check_source(disk: &DiskSpec, wanted: &DiskToCreate) -> Result<(), &'static s
         (DiskRole::Data | DiskRole::UefiVariables | DiskRole::Tpm, Some(_), _) => {
             Err("is for a disk of another role")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Departure, Device, SealedKey};
+    use vmseal_api::id::{DatastoreId, MigrationId};
+    use vmseal_api::replica::ReplicaPlace;
+
+    use super::*;
+
+    #[test]
+    fn a_disk_with_a_replica_is_sent_only_where_it_stays_in_its_place() {
+        let mut spec = crate::process::run_dir::tests::spec();
+        let location = DatastoreLocation::Dir { path: "/second".into() };
+        let second = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let replicated = DiskSpec {
+            replica: Some(ReplicaPlace { datastore: second, bytes_per_second: 1 << 20 }),
+            ..super::super::tests::disk("one")
+        };
+        let (one, two) = (replicated, super::super::tests::disk("two"));
+        let disks = vec![one.disk, two.disk];
+        spec.devices = vec![Device::Disk(one.clone()), Device::Disk(two.clone())];
+        let key = SealedKey { key_box: String::new(), sealed: String::new() };
+        let (migration, nonce, streams) = (MigrationId::new(), 1, 1);
+        let (encrypted, apart) = (true, false);
+        let session = MigrationSession { migration, nonce, key, streams, encrypted, apart };
+        let begin = Departure {
+            session,
+            to: ([127, 0, 0, 1], 1).into(),
+            downtime_milliseconds: 300,
+            bytes_per_second: None,
+            compresses: false,
+            at_rest: false,
+            suspended: false,
+        };
+        let sent = |copies: Vec<DiskId>| {
+            let begin = Some(Box::new(begin.clone()));
+            check_send(&spec, &SendJob { disks: disks.clone(), copies, begin }, KeyState::NotNeeded)
+        };
+        sent(Vec::new()).unwrap();
+        sent(vec![two.disk]).unwrap();
+        let refused = sent(vec![two.disk, one.disk]).unwrap_err();
+        assert!(refused.detail.contains("replica of its disk 'one'"), "{refused}");
     }
 }

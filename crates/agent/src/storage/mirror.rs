@@ -39,7 +39,9 @@ use vmseal_secret::{DEK_LEN, SecretBytes, SecretFd};
 pub use self::beside::is_suspended;
 use self::note::Note;
 use self::pivot_mark::PivotMark;
-pub use self::replicas::{examine_replica, make_replica, replica_for_writer};
+pub use self::replicas::{
+    examine_replica, has_left_replica, leave_replica, make_replica, replica_for_writer,
+};
 use crate::filter::{self, CopyPlace};
 use crate::keys;
 use crate::rules;

@@ -30,6 +30,7 @@ mod qemu_events;
 mod replicas;
 mod send;
 mod send_at_rest;
+mod sent_replicas;
 mod set_running;
 mod sharing;
 mod snapshots;
@@ -137,6 +138,8 @@ pub struct Owner {
     restarts: Restarts,
     /// Whether the filter was started by this agent: it serves the sizes that are on record.
     serves_sizes: bool,
+    /// Whether the filter may serve disks without their replicas, as it does for a guest that is sent ([`sent_replicas`]).
+    may_lack_replicas: bool,
     /// The network cards of the guest that runs, or ran last: ports that were chosen are chosen again.
     nics_before: Vec<NicState>,
     /// The writing of its descriptors.
@@ -187,6 +190,8 @@ impl Owner {
             }
             _ => Vec::new(),
         };
+        let has_replica = spec.disks().any(|disk| disk.replica.is_some());
+        let may_lack_replicas = has_replica && matches!(state, State::Running(_));
         let guest_runs = Arc::new(AtomicBool::new(matches!(state, State::Running(_))));
         let (tell_other_key, other_key) = watch::channel(None);
         Self {
@@ -213,6 +218,7 @@ impl Owner {
             exchanged: Vec::new(),
             restarts,
             serves_sizes: false,
+            may_lack_replicas,
             nics_before,
             describing: None,
             other_key,
@@ -465,9 +471,12 @@ impl Owner {
                 self.dump_waiting_panic().await;
             }
             Event::Care => {
+                // First: what is told of a filter is not of one that is about to be replaced.
+                self.serve_with_replicas_again().await;
                 if let State::Running(running) | State::Stopping { running, .. } = &mut self.state {
                     let stalled = (&mut self.stalled, self.shared.disk_stall);
-                    self.troubles = running.look_after(&self.spec, stalled).await;
+                    let left = self.may_lack_replicas;
+                    self.troubles = running.look_after(&self.spec, stalled, left).await;
                     self.exchanged = images::exchanged(&self.spec, &running.directory).await;
                 }
                 self.ask_for_addresses();
@@ -578,6 +587,7 @@ impl Owner {
                 self.state = State::Running(Box::new(running));
                 self.guest_runs.store(true, Ordering::Relaxed);
                 self.serves_sizes = true;
+                self.may_lack_replicas = false;
                 self.go_on_thawing();
                 self.go_on_copying().await;
                 self.go_on_with_merges().await;
@@ -696,7 +706,19 @@ impl Owner {
         let (tpm, kek) = (tpm.into_iter().next(), self.clone_kek()?);
         let shared_out = self.shared_out.clone();
         let (boot_once, memory) = (None, Memory::New);
-        Ok(Plan { spec, disks, kek, shared_out, nics_before, live, tpm, boot_once, memory })
+        let without_replicas = self.is_sent();
+        Ok(Plan {
+            spec,
+            disks,
+            kek,
+            shared_out,
+            nics_before,
+            live,
+            tpm,
+            boot_once,
+            memory,
+            without_replicas,
+        })
     }
 
     async fn console(&mut self, claim: ConsoleClaim) -> Result<ConsoleStream, Problem> {

@@ -652,6 +652,7 @@ fn plan(
         tpm: tpm.into_iter().next(),
         boot_once: None,
         memory: Memory::New,
+        without_replicas: false,
         spec,
     })
 }

@@ -425,11 +425,13 @@ impl Running {
     }
 
     /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
-    /// that another one can replace it. A request of the guest may wait for storage for `stall`.
+    /// that another one can replace it. A request of the guest may wait for storage for `stall`. `left` says that replicas may be left, as
+    /// the guest is sent.
     pub async fn look_after(
         &mut self,
         spec: &VmSpec,
         (stalled, stall): (&mut Stalled, Duration),
+        left: bool,
     ) -> Vec<Notice> {
         self.directory.bound_logs();
         self.note_addresses(spec);
@@ -444,14 +446,14 @@ impl Running {
                 filter.kill();
             }
         }
-        let mut notices = troubles(spec, &status);
+        let mut notices = troubles(spec, &status, left);
         notices.extend(stalled.notices(spec, &status, stall, Timestamp::now()));
         notices
     }
 }
 
 /// The notices for operators from a filter's status.
-fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
+fn troubles(spec: &VmSpec, status: &FilterStatus, left: bool) -> Vec<Notice> {
     let last_error = disk_errors(spec, status);
     let behind = status.disks.iter().filter_map(|disk| {
         let known = spec.disks().find(|known| known.disk == disk.disk)?;
@@ -471,6 +473,7 @@ fn troubles(spec: &VmSpec, status: &FilterStatus) -> Vec<Notice> {
                     None => return None,
                 }
             }
+            None if left => rules::left_replica(known, place),
             None => rules::unreplicated(known, place),
         };
         Some(Notice { code: NoticeCode::ReplicaBehind, disk: Some(disk.disk), detail })
@@ -606,13 +609,14 @@ mod tests {
             Some(ReplicaStatus { dirty_bytes: 5, lag_milliseconds: None, last_error })
         };
         let late = ReplicaStatus { dirty_bytes: 5, lag_milliseconds: Some(9), last_error: None };
-        assert_eq!(troubles(&spec, &status(Some(late))), []);
-        for (replica, word) in [
-            (with(Some("no room")), "no room"),
-            (with(None), "no second copy yet"),
-            (None, "without its replica"),
+        assert_eq!(troubles(&spec, &status(Some(late)), false), []);
+        for (replica, left, word) in [
+            (with(Some("no room")), false, "no room"),
+            (with(None), true, "no second copy yet"),
+            (None, false, "stop and start the VM"),
+            (None, true, "sent to another host"),
         ] {
-            let told = troubles(&spec, &status(replica));
+            let told = troubles(&spec, &status(replica), left);
             let [Notice { code: NoticeCode::ReplicaBehind, disk: Some(_), detail }] = &told[..]
             else {
                 panic!("{told:?}")

@@ -57,6 +57,8 @@ pub struct Plan {
     pub boot_once: Option<BootDevice>,
     /// The memory that its guest begins with.
     pub memory: Memory,
+    /// Whether disks are served without their replicas, to which all of them is copied later.
+    pub without_replicas: bool,
 }
 
 /// The memory that a guest begins with.
@@ -100,6 +102,9 @@ pub async fn filter(
         let opened = open_disks(&to_open)?;
         // Of a guest that runs already: its filter has died.
         lease::check(&to_open.spec, to_open.live.lease)?;
+        if to_open.without_replicas {
+            leave_replicas(&to_open)?;
+        }
         let bitmaps = open_bitmaps(&bitmaps, &run, &to_open, &opened)?;
         Ok::<_, Problem>((opened, bitmaps))
     };
@@ -118,6 +123,7 @@ pub async fn filter(
         notices.extend(open.notice.take());
         let replica = match plan.memory {
             Memory::Arriving(_) => None,
+            _ if plan.without_replicas => None,
             _ => mirror::replica_for_writer(&plan.spec, disk, &open.file, open.offset).await?,
         };
         // An earlier filter may have used it.
@@ -233,6 +239,8 @@ fn open_bitmaps(
 /// Those of opening them, and the filter's.
 pub fn take_over(directory: &ProcessDir, control: &Control, plan: &Plan) -> Result<(), Problem> {
     let opened = open_to_write(directory, plan)?;
+    // What a filter has in place of placeholders is written without replicas.
+    leave_replicas(plan)?;
     let new = plan.disks.iter().zip(opened).map(|((disk, _), GuestDisk { open, .. })| NewLayers {
         disk: disk.disk,
         channel: filter::channel_of(&open.file, &open.layers),
@@ -292,6 +300,11 @@ fn open_to_write(directory: &ProcessDir, plan: &Plan) -> Result<Vec<GuestDisk>, 
     Ok(opened)
 }
 
+/// Has all of the disks that have replicas be copied to these later: until then they are written without them. Blocks.
+fn leave_replicas(plan: &Plan) -> Result<(), Problem> {
+    plan.disks.iter().try_for_each(|(disk, _)| mirror::leave_replica(plan.spec.vm, disk))
+}
+
 /// Records which files the disks are.
 fn note_images(directory: &ProcessDir, plan: &Plan, opened: &[GuestDisk]) -> Result<(), Problem> {
     for ((disk, _), opened) in plan.disks.iter().zip(opened).filter(|(_, it)| it.has_pivoted) {
@@ -340,6 +353,21 @@ pub fn leaves_replicas(spec: &VmSpec, status: &FilterStatus) -> bool {
         let has_replica = spec.disk(served.disk).is_some_and(|disk| disk.replica.is_some());
         has_replica && served.mirror.as_ref().is_some_and(|mirror| mirror.pivoted)
     })
+}
+
+/// Whether a filter serves a disk without its replica, to which all of it is to be copied ([`Plan::without_replicas`], [`take_over`]). One that
+/// could not have the replica when it opened the disk has left a map. Blocks.
+///
+/// # Errors
+/// Those of the disks' datastores.
+pub fn lacks_replicas(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Problem> {
+    for served in status.disks.iter().filter(|served| served.replica.is_none()) {
+        let Some(disk) = spec.disk(served.disk) else { continue };
+        if disk.replica.is_some() && mirror::has_left_replica(spec.vm, disk)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether a filter writes the layers that the notes of its disks say, and the replicas of its disks: an agent that ended may have put a

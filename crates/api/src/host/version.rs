@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 86] = [
+pub const FEATURES: [&str; 87] = [
     "job-create",
     "job-export",
     NICS,
@@ -101,6 +101,7 @@ pub const FEATURES: [&str; 86] = [
     ABOUT,
     TAKE_VARIABLES,
     MIGRATE_SHARED_TPM,
+    MIGRATE_REPLICAS,
     FENCE_VMS,
     POOL_WAYS,
     STALLS,
@@ -300,6 +301,10 @@ pub const MIGRATE_TPM_AT_REST: &str = "job-migrate-tpm-at-rest";
 
 /// The feature of agents that leave what the TPM of a VM keeps which runs on the datastore that both hosts have.
 pub const MIGRATE_SHARED_TPM: &str = "job-migrate-shared-tpm";
+
+/// The feature of agents that send running VMs whose disks have replicas, and go on with these where they receive such VMs. Another one
+/// refuses to send them, and copies nothing to the replicas of one that it receives until that is started again.
+pub const MIGRATE_REPLICAS: &str = "job-migrate-replicas";
 
 /// The feature of agents that say how much room is taken by what snapshots keep ([`super::KeptRoom`]).
 pub const MEASURE_KEPT: &str = "measure-kept";

@@ -43,7 +43,7 @@ pub enum Host {
         #[arg(long, value_name = "NUMBER", default_value_t = PARALLEL_DEFAULT,
             value_parser = clap::value_parser!(u32).range(1..=i64::from(PARALLEL_MAX)))]
         parallel: u32,
-        /// Shut down the guests of VMs that cannot be moved, such as those with a replica, as `vm stop` does
+        /// Shut down the guests of VMs that cannot be moved, as `vm stop` does
         #[arg(long)]
         stop_others: bool,
         /// Send each VM at most so fast, in bytes per second, such as 50M, at least 1MiB; 0 is no limit, as is none

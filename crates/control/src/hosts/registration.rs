@@ -2,9 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use sqlx::SqliteConnection;
 use vmseal_api::host::descriptor::bound_descriptions;
-use vmseal_api::host::{ArrivingCopy, Device, DiskRole, DiskSpec, SnapshotSpec, VmSpec, VmState};
-use vmseal_api::id::{DiskId, HostId, NicId, VmId};
+use vmseal_api::host::{
+    ArrivingCopy, DatastoreSpec, Device, DiskRole, DiskSpec, SnapshotSpec, VmSpec, VmState,
+};
+use vmseal_api::id::{DatastoreId, DiskId, HostId, NicId, VmId};
 use vmseal_api::model::SnapshotState;
 use vmseal_api::problem::{ErrorCode, Problem};
 
@@ -81,17 +84,38 @@ pub async fn definition_with(
             (disk.datastore, disk.facts) = (copy.datastore.clone(), None);
             continue;
         }
-        let known = datastores::find(&mut from, &disk.datastore.datastore.to_string()).await?;
-        let Some(place) = known.and_then(|known| known.spec_on(host)) else {
+        let absent = |what: &str| {
             let detail = format!(
-                "disk '{}' of VM '{}' is on a datastore that the host does not have (vmseal datastore share)",
+                "{what} '{}' of VM '{}' is on a datastore that the host does not have (vmseal datastore share)",
                 disk.name, vm.name
             );
-            return Err(Problem::new(ErrorCode::WrongState, detail));
+            Problem::new(ErrorCode::WrongState, detail)
+        };
+        let place = place_on(&mut from, disk.datastore.datastore, host).await?;
+        let place = place.ok_or_else(|| absent("disk"))?;
+        let replica = match &disk.replica {
+            Some(replica) => {
+                let place = place_on(&mut from, replica.datastore.datastore, host).await?;
+                Some(place.ok_or_else(|| absent("the replica of disk"))?)
+            }
+            None => None,
         };
         disk.datastore = place;
+        if let (Some(replica), Some(place)) = (&mut disk.replica, replica) {
+            replica.datastore = place;
+        }
     }
     Ok(spec)
+}
+
+/// Where a host has a datastore; none if it does not have it.
+async fn place_on(
+    from: &mut SqliteConnection,
+    datastore: DatastoreId,
+    host: HostId,
+) -> Result<Option<DatastoreSpec>, Problem> {
+    let known = datastores::find(from, &datastore.to_string()).await?;
+    Ok(known.and_then(|known| known.spec_on(host)))
 }
 
 /// Registers a VM on its host with a disk that it does not have, for the host to make or delete.

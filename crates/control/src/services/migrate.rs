@@ -10,7 +10,7 @@ use vmseal_api::hardware::{CPU_MODEL_HOST, Hardware};
 use vmseal_api::host::version::{
     IMAGE_LAYOUTS, MIGRATE, MIGRATE_COMPRESSED, MIGRATE_ENCRYPTED, STALLS,
 };
-use vmseal_api::host::{Accelerator, HostAgent, HostDescription, NicSpec, Power};
+use vmseal_api::host::{Accelerator, DatastoreSpec, HostAgent, HostDescription, NicSpec, Power};
 use vmseal_api::id::{HostId, VmId};
 use vmseal_api::migration::{MigrationEncryption, check_downtime};
 use vmseal_api::model::{Connection, Lifecycle, Task};
@@ -26,6 +26,7 @@ mod kept;
 mod key;
 mod medium;
 mod remote;
+mod replicas;
 
 pub(super) use self::connection::{Tried, require_reached};
 use self::copies::Copies;
@@ -115,8 +116,7 @@ pub async fn migrate(
         remote::require_no_replica(&vm, &disks)?;
         medium::require_none(&vm)?;
     }
-    require_movable(&vm, &disks)?;
-    require_sendable(services, &vm)?;
+    require_sendable(services, &vm, &disks)?;
     if request.remote.is_some() {
         let of = (&vm, disks.as_slice(), None);
         return remote::migrate(services, caller, of, request, dry_run).await;
@@ -154,6 +154,7 @@ pub async fn migrate(
             plan.warnings.extend(in_the_clear(&vm, fit.encrypted));
             plan.warnings.extend(fit.copies.as_ref().and_then(Copies::linked));
             plan.warnings.extend(fit.copies.as_ref().and_then(Copies::little_room));
+            plan.warnings.extend(replicas::warning(&vm, &disks));
             plan.warnings.extend(refused);
             Outcome::Planned(plan)
         }
@@ -274,8 +275,13 @@ pub(super) async fn free_memory(
 }
 
 /// Refuses a VM whose host cannot send it now.
-pub(super) fn require_sendable(services: &Services, vm: &Vm) -> Result<(), Problem> {
+pub(super) fn require_sendable(
+    services: &Services,
+    vm: &Vm,
+    disks: &[Disk],
+) -> Result<(), Problem> {
     features::require(services, vm, MIGRATE, "send running VMs to other hosts")?;
+    replicas::require(services, vm, disks)?;
     require_held(services, vm)?;
     if must_be_encrypted(vm) {
         features::require(services, vm, MIGRATE_ENCRYPTED, "encrypt what it sends")?;
@@ -340,16 +346,6 @@ pub(super) fn in_the_clear(vm: &Vm, encrypted: bool) -> Option<String> {
     (!encrypted && !asked).then(|| {
         "one of the hosts cannot encrypt what is sent: all of the guest's memory goes over the network in the clear".to_owned()
     })
-}
-
-/// Refuses what does not move with a VM that runs.
-pub(super) fn require_movable(vm: &Vm, disks: &[Disk]) -> Result<(), Problem> {
-    let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) else { return Ok(()) };
-    let detail = format!(
-        "VM '{}' has a replica of its disk '{}', which would stay behind: stop it first",
-        vm.name, disk.name
-    );
-    Err(Problem::new(ErrorCode::WrongState, detail))
 }
 
 /// What else a host must have for a VM.
@@ -494,18 +490,17 @@ async fn fits(
     let agent = services.hosts.connected(host.id).map_err(failed)?;
     let copies = copies::of(services, vm, disks, &host, asked.place).await?;
     let to = copies.as_ref().map_or_else(Vec::new, |it| it.on(&host));
+    let replicas = replicas::places(services, disks, &host, &to).await?;
     let spec = definition_with(&services.store, vm.id, host.id, &to).await.map_err(failed)?;
     image_layouts::fits(view.has(IMAGE_LAYOUTS), &spec, &to)?;
     let is_copied = |disk: &Disk| to.iter().any(|copy| copy.disk == disk.id);
     let stay: Vec<Disk> = disks.iter().filter(|disk| !is_copied(disk)).cloned().collect();
     for disk in &stay {
         let place = spec.disk(disk.id).map_or(&disk.datastore, |disk| &disk.datastore);
-        let there = match agent.measure_datastore(place.clone()).await.map_err(failed)? {
-            DatastoreCondition::Available { .. } => continue,
-            DatastoreCondition::WrongMark { detail }
-            | DatastoreCondition::Unavailable { detail } => detail,
-        };
-        return Err(format!("datastore '{}' is not there: {there}", disk.datastore_name));
+        require_there(&*agent, place, &disk.datastore_name).await?;
+    }
+    for (place, name) in &replicas {
+        require_there(&*agent, place, name).await?;
     }
     // The pools are mounted there by now, if they were not.
     mounted::require_messenger_at(&services.store, &*agent, vm, host.id, &stay)
@@ -518,6 +513,21 @@ async fn fits(
         downtime_of(services, vm).await.map_err(|error| failed(error.into()))?;
     let compresses = asked.compresses;
     Ok(Fit { host, free, encrypted, downtime_milliseconds, copies, compresses })
+}
+
+/// Refuses a datastore that a host cannot use now.
+async fn require_there(
+    agent: &dyn HostAgent,
+    place: &DatastoreSpec,
+    name: &str,
+) -> Result<(), String> {
+    let measured = agent.measure_datastore(place.clone()).await;
+    match measured.map_err(|problem| problem.detail)? {
+        DatastoreCondition::Available { .. } => Ok(()),
+        DatastoreCondition::WrongMark { detail } | DatastoreCondition::Unavailable { detail } => {
+            Err(format!("datastore '{name}' is not there: {detail}"))
+        }
+    }
 }
 
 /// Checks that a host has what a VM's network cards are connected to, and its hardware, with so much memory.

@@ -5,11 +5,14 @@ use std::fs::File;
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{DiskSpec, VmSpec};
+use vmseal_api::id::VmId;
 use vmseal_api::problem::Problem;
 
 use super::of_disk;
 use crate::filter::Replica;
 use crate::storage::builder::internal;
+use crate::storage::file_error::failed;
+use crate::storage::home::Home;
 use crate::storage::opening::data_offset;
 use crate::storage::replica::{self, former};
 
@@ -35,6 +38,36 @@ pub async fn replica_for_writer(
             replica::for_writer_of_copy(spec, &disk, image, offset).await
         }
         None => replica::for_writer(spec, disk, image, offset).await,
+    }
+}
+
+/// Has all of a disk be copied to its replica by the next filter that writes to both: until then it is written without its replica. Nobody
+/// has the replica and its map open. Does nothing for a disk without one. Blocks.
+///
+/// # Errors
+/// As [`replica::copy_again`]; `damaged` when it cannot be told where the disk's data is. The disk must not be written then.
+pub fn leave_replica(vm: VmId, disk: &DiskSpec) -> Result<(), Problem> {
+    if disk.replica.is_none() {
+        return Ok(());
+    }
+    replica::copy_again(&home_of_map(vm, disk)?, disk.disk)
+}
+
+/// Whether a disk is written without its replica until another filter begins ([`leave_replica`]). Blocks.
+///
+/// # Errors
+/// Those of the image's datastore.
+pub fn has_left_replica(vm: VmId, disk: &DiskSpec) -> Result<bool, Problem> {
+    let map = home_of_map(vm, disk)?.map(disk.disk);
+    let there = map.try_exists().map_err(|error| failed(&map, "looked at", &error))?;
+    Ok(disk.replica.is_some() && !there)
+}
+
+/// Where the map of a disk's replica is: beside its image, or beside the copy that has taken its place.
+fn home_of_map(vm: VmId, disk: &DiskSpec) -> Result<Home, Problem> {
+    match of_disk(vm, disk)?.filter(|mirror| mirror.pivoted) {
+        Some(mirror) => Home::of(&mirror.pivoted_disk(disk).datastore, vm),
+        None => Home::of(&disk.datastore, vm),
     }
 }
 

@@ -40,7 +40,9 @@ impl Owner {
             return Err(rules::replica_waits(&self.spec));
         }
         let (disk, place) = (disk.clone(), place.clone());
-        Ok(Question { control: running.control.clone(), spec: self.spec.clone(), disk, place })
+        let (control, spec, left) =
+            (running.control.clone(), self.spec.clone(), self.may_lack_replicas);
+        Ok(Question { control, spec, disk, place, left })
     }
 }
 
@@ -50,16 +52,22 @@ struct Question {
     spec: VmSpec,
     disk: DiskSpec,
     place: ReplicaPlace,
+    /// Whether the replica may be left, as the guest is sent.
+    left: bool,
 }
 
 impl Question {
     async fn answer(self) -> Result<ReplicaStatus, Problem> {
-        let Self { control, spec, disk, place } = self;
+        let Self { control, spec, disk, place, left } = self;
         let status = control.status().await;
         let status = status.map_err(|error| explained(&rules::disk_of(&spec, &disk), error))?;
         let found = status.disks.into_iter().find(|found| found.disk == disk.disk);
         found.and_then(|found| found.replica).ok_or_else(|| {
-            rules::wrong_state(&spec, &format!("runs, but {}", rules::unreplicated(&disk, &place)))
+            let why = match left {
+                true => rules::left_replica(&disk, &place),
+                false => rules::unreplicated(&disk, &place),
+            };
+            rules::wrong_state(&spec, &format!("runs, but {why}"))
         })
     }
 }

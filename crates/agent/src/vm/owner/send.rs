@@ -99,6 +99,8 @@ impl Owner {
             copies.told_under = copy_secret(&self.shared, self.spec.vm, &departure.session, kek)?;
             copies.transit = memory_transit(&departure.session, copies.told_under.as_ref())?;
         }
+        // Last: what is refused before it costs no replica.
+        self.serve_without_replicas().await?;
         let vm = self.spec.clone();
         let State::Running(running) = &mut self.state else {
             return Err(internal("a VM that runs has no processes"));

@@ -38,7 +38,7 @@ use crate::vm::internal;
 use crate::vm::panicking;
 use crate::vm::queues;
 use crate::vm::running::{ProcessEvent, Running};
-use crate::vm::serve;
+use crate::vm::serve::{self, Plan};
 use crate::vm::service::{self, FILTER_RESTART_TIMEOUT, Service};
 use crate::vm::start::set_link;
 
@@ -570,6 +570,11 @@ impl Owner {
     /// Starts a filter for a guest that waits for one.
     pub(super) async fn start_filter(&mut self) -> Result<(), Problem> {
         let plan = self.plan()?;
+        self.start_filter_of(plan).await
+    }
+
+    /// The same with this plan.
+    pub(super) async fn start_filter_of(&mut self, plan: Plan) -> Result<(), Problem> {
         let (shared, spec) = (self.shared.clone(), self.spec.clone());
         let Some(running) = self.running() else { return Err(not_there()) };
         let (directory, slot) = (&running.directory, &running.slot);

@@ -44,12 +44,11 @@ pub(super) async fn of(
     };
     let disks = async { disks::of_vm(&mut *services.store.read().await?, vm.id).await };
     let disks = disks.await.map_err(|error| for_now(error.into()))?;
-    migrate::require_movable(vm, &disks).map_err(|problem| for_good(problem.detail))?;
     if vm.key.is_some() && !drain.migrate_encrypted {
         let (user, privilege) = (&drain.actor, Privilege::Migrate.name());
         return Err(for_good(format!("user '{user}' lacks the privilege '{privilege}'")));
     }
-    migrate::require_sendable(services, vm).map_err(for_now)?;
+    migrate::require_sendable(services, vm, &disks).map_err(for_now)?;
     migrate::require_compression(services, vm, drain.compress).map_err(for_now)?;
     let asked = migrate::Asked { promised, tried, place: None, compresses: drain.compress };
     let chosen = migrate::choose(services, vm, &disks, &asked, avoided).await;

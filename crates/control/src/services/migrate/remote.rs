@@ -184,7 +184,7 @@ pub(super) fn require_no_replica(vm: &Vm, disks: &[Disk]) -> Result<(), Problem>
     let Some(disk) = disks.iter().find(|disk| disk.replica.is_some()) else { return Ok(()) };
     let tpm = if vm.hardware.tpm { "; its TPM is a new one" } else { "" };
     let detail = format!(
-        "VM '{1}' has a replica of its disk '{0}', which would stay behind: a VM with replicas does not go to another control plane. Clone it with a policy without replicas, and send the clone (vmseal vm clone {1} NAME){tpm}",
+        "VM '{1}' has a replica of its disk '{0}', which would stay behind: a VM with replicas does not go to another control plane. Make another VM of a backup, with a policy without replicas, and send that (vmseal backup create {1} BACKUP --to DIR; vmseal backup restore {1} BACKUP --as NAME --policy POLICY; vmseal vm migrate NAME --remote REMOTE){tpm}",
         disk.name, vm.name
     );
     Err(Problem::new(ErrorCode::WrongState, detail))

@@ -88,6 +88,30 @@ async fn a_replica_of_the_copy_is_made_and_the_former_one_overwritten_at_the_end
     }
 }
 
+#[tokio::test]
+async fn a_disk_that_was_left_without_its_replica_is_copied_to_it_as_a_whole() {
+    let (bench, _there, _directory) = replicated(bench()).await;
+    let (vm, disk) = (bench.spec.vm, bench.disk());
+    // As a filter leaves it that has copied something.
+    std::fs::write(bench.home().map(disk.disk), [1; 1024]).unwrap();
+    assert!(!has_left_replica(vm, disk).unwrap());
+    for _ in 0..2 {
+        leave_replica(vm, disk).unwrap();
+        assert!(has_left_replica(vm, disk).unwrap());
+    }
+    let image = File::open(bench.home().image(disk.disk)).unwrap();
+    let served = replica_for_writer(&bench.spec, &as_raw(disk), &image, 0).await.unwrap().unwrap();
+    assert_eq!(served.map.metadata().unwrap().len(), 0, "a former map is believed");
+    assert!(!has_left_replica(vm, disk).unwrap(), "it is looked for again and again");
+    // Who still has the map writes with the replica.
+    assert_eq!(leave_replica(vm, disk).unwrap_err().code, ErrorCode::InUse);
+    drop(served);
+    let without = DiskSpec { replica: None, ..disk.clone() };
+    leave_replica(vm, &without).unwrap();
+    assert!(!has_left_replica(vm, &without).unwrap());
+    assert!(bench.home().map(disk.disk).exists());
+}
+
 /// Its datastore is away when the copy is used: the former replica is neither taken for the copy's, nor left.
 #[tokio::test]
 async fn a_former_replica_that_was_away_at_the_exchange_goes_when_it_is_back() {
