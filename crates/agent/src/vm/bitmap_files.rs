@@ -11,7 +11,8 @@
 //!
 //! What a bitmap calls clean is believed, so one that may lack a change is not offered: another program, or another host, may have
 //! written to the disk while the VM was off, and a host that crashed may have lost marks. The first changes a file's `st_ctime`, or the
-//! state of an image in a pool of Ceph ([`image_state`]); of the second nothing is left here: what is kept is removed, durably, before its VM's first filter is started.
+//! state of an image in a pool of Ceph ([`image_state`]); of the second nothing is left here: what is kept is removed, durably, before
+//! its VM's first filter is started.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
