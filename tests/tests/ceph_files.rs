@@ -554,6 +554,20 @@ fn states_of_images(cluster: &Cluster, here: &Mount, there: &Mount) {
     let set = cluster.rbd(&["image-meta", "set", &image, "a", "b"]);
     assert!(set.status.success(), "{}", said(&set));
     assert_ne!(at_rest(), second, "another program had it");
+
+    // Who has it open may take its lock just before it is opened here, and gives it away then.
+    let mut other = Command::new("rbd");
+    other.arg("-c").arg(cluster.directory().join("ceph.conf")).args(["watch", &image]);
+    let mut other = other.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let has_it = || {
+        let status = String::from_utf8(cluster.rbd(&["status", &image]).stdout).unwrap();
+        status.contains("watcher=").then_some(())
+    };
+    eventually("another program has the image open", has_it).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert_eq!(state(&path), Err(Errno::EBUSY), "another program may have written");
+    drop((file, other.stdin.take()));
+    other.wait().unwrap();
     std::fs::remove_file(&path).unwrap();
 }
 

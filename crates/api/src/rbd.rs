@@ -99,7 +99,8 @@ pub const NOTE_MAX: usize = 1024;
 
 /// An extended attribute of files that are images, to be read: the state of the image, a text that is another one after anybody has had it
 /// open to be written. Where it is open here to be written, it is the state in which it was found, as long as nothing is written; after that
-/// it is `EBUSY`, as it is while another host writes. `ENODATA` of an image that only earlier versions have written.
+/// it is `EBUSY`, as it is while another host writes, and where another program had it open to be written at that moment, too. `ENODATA` of
+/// an image that only earlier versions have written.
 pub const STATE_ATTRIBUTE: &str = "user.vmseal.state";
 
 /// The longest value of [`STATE_ATTRIBUTE`], in bytes.

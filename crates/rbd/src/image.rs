@@ -157,7 +157,7 @@ impl Image {
             tracing::warn!(image = name, %owner, "breaking the lock of a process that is dead");
             image.break_lock(owner)?;
         }
-        let found = image.header();
+        let found = image.look();
         // SAFETY: the image is open.
         let locked = checked(unsafe { (rbd.rbd_lock_acquire)(image.handle, LOCK_EXCLUSIVE) });
         match locked {
@@ -170,6 +170,7 @@ impl Image {
                 // Who had the lock until now may have made it longer since it was opened here.
                 image.learn_size()?;
                 image.found = found
+                    .and_then(|look| image.header_until_locked(look))
                     .inspect_err(|error| tracing::info!(image = name, %error, "whether anybody has written to an image is not known"))
                     .ok();
                 Ok(image)
@@ -177,7 +178,8 @@ impl Image {
         }
     }
 
-    /// Its header just before it was locked here, where nothing of it was changed here since; none of one that is open for reading alone.
+    /// Its header just before it was locked here, where nothing of it was changed here since, and others did not have it open, too; none of one
+    /// that is open for reading alone.
     #[must_use]
     pub fn found(&self) -> Option<&Header> {
         self.found.as_ref().filter(|_| !self.is_written())

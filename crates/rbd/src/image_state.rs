@@ -7,7 +7,8 @@
 //! It is two things, each of which changes before anything is written, and never comes back:
 //!
 //! - the version of the image's header: nobody writes without the lock that is there. It says so of every program, but is read a moment
-//!   before the lock is taken here: taking it changes the version, and the cluster does not say what it was;
+//!   before the lock is taken here: taking it changes the version, and the cluster does not say what it was. So it counts only where nobody
+//!   else had the image open to be written, neither at that moment nor when the lock is had;
 //! - a number in an attribute of the file, which is read and replaced with the lock held. It says so of all of this program's processes, at
 //!   any instant.
 //!

@@ -32,6 +32,17 @@ pub type WhenDone = extern "C" fn(Completion, *mut c_void);
 /// Called for each extent of an image.
 pub type OnExtent = extern "C" fn(u64, size_t, c_int, *mut c_void) -> c_int;
 
+/// Who has an image open to be written (`rbd_image_watcher_t`).
+#[repr(C)]
+pub struct Watcher {
+    /// The address, which is given back to the library.
+    pub address: *mut c_char,
+    /// The number that the cluster has given the client.
+    pub client: i64,
+    /// Which of the client's handles.
+    pub cookie: u64,
+}
+
 /// `LIBRADOS_CREATE_IDEMPOTENT`: the object may be there.
 pub const CREATE_IDEMPOTENT: c_int = 0;
 /// `LIBRADOS_OPERATION_NOFLAG`.
@@ -115,6 +126,7 @@ functions! {
         fn rados_shutdown(Rados);
         fn rados_cluster_fsid(Rados, *mut c_char, size_t) -> c_int;
         fn rados_getaddrs(Rados, *mut *mut c_char) -> c_int;
+        fn rados_get_instance_id(Rados) -> u64;
         fn rados_mon_command(
             Rados, *mut *const c_char, size_t, *const c_char, size_t,
             *mut *mut c_char, *mut size_t, *mut *mut c_char, *mut size_t,
@@ -219,6 +231,8 @@ functions! {
         fn rbd_lock_get_owners(Image, *mut c_int, *mut *mut c_char, *mut size_t) -> c_int;
         fn rbd_lock_get_owners_cleanup(*mut *mut c_char, size_t);
         fn rbd_lock_break(Image, c_int, *const c_char) -> c_int;
+        fn rbd_watchers_list(Image, *mut Watcher, *mut size_t) -> c_int;
+        fn rbd_watchers_list_cleanup(*mut Watcher, size_t);
     }
 }
 

@@ -1,4 +1,4 @@
-//! The version of an object, and who has it locked.
+//! The version of an object, whether anybody has it locked, and who this process is to those who ask who watches one.
 
 use std::ffi::CStr;
 use std::io;
@@ -11,6 +11,13 @@ use crate::library::loaded;
 const LOCKERS_BYTES: usize = 2048;
 
 impl Pool {
+    /// The number that the cluster has given this process, by which those are named who watch an object.
+    #[must_use]
+    pub fn client(&self) -> u64 {
+        // SAFETY: the cluster is connected.
+        unsafe { (loaded().rados.rados_get_instance_id)(self.cluster.0) }
+    }
+
     /// The version of an object: each change of it makes it another one, and none comes back. How many changes are between two of them it does
     /// not say: what other objects of the placement group have had counts, too.
     ///
