@@ -27,7 +27,6 @@ pub fn of(file: &File) -> io::Result<Option<String>> {
 mod tests {
     use super::*;
 
-    /// In a directory nobody says it, whatever a program notes there: it is asked for on FUSE alone.
     #[test]
     fn a_file_of_which_nobody_says_it_has_none() {
         let file = tempfile::tempfile().unwrap();

@@ -229,12 +229,7 @@ impl BitmapFiles {
         }
         sleep(TICK);
         let home = Home::of(&disk.datastore, spec.vm)?;
-        // Only read: an image in a pool that is opened to be written is in another state from then on.
-        let Some(image) = home.read_beside_guest(disk.disk)? else { return Ok(()) };
-        let Files { layers, image, own, .. } =
-            layers::open(&home, disk.disk, image, Access::ReadBesideGuest)?;
-        let files = left_alone(|| own.iter().chain([&image]).chain(&layers), began);
-        let Some(files) = files.map_err(internal)? else { return Ok(()) };
+        let Some(files) = left_alone(&home, disk.disk, began)? else { return Ok(()) };
         let kept = below_line(&Left { version: VERSION, files }, &bitmaps).map_err(internal)?;
         atomic_file::private_directory(&self.directory).map_err(internal)?;
         let kept = atomic_file::prepare_sparse(&self.path(disk.disk), &kept, PRIVATE);
@@ -323,18 +318,20 @@ fn is_as_left(opened: &Open, then: &Left) -> bool {
     left(files).is_ok_and(|now| now.is_some_and(|now| now == then.files))
 }
 
-/// How files are when nobody writes them any more: the image of a process that has ended is closed a moment later. Who waits began to wait then.
-fn left_alone<'a, All: Iterator<Item = &'a File>>(
-    files: impl Fn() -> All,
-    began: Instant,
-) -> io::Result<Option<Vec<LeftFile>>> {
+/// How a disk's files are when nobody writes them any more: the image of a process that has ended is closed a moment later. Who waits began to
+/// wait then.
+fn left_alone(home: &Home, disk: DiskId, began: Instant) -> Result<Option<Vec<LeftFile>>, Problem> {
     loop {
-        match left(files()) {
-            Err(error) if error.kind() == ErrorKind::ResourceBusy && in_time(began).is_ok() => {
-                sleep(TICK);
-            }
-            left => return left,
+        // Only read: an image in a pool that is opened to be written is in another state from then on.
+        let Some(image) = home.read_beside_guest(disk)? else { return Ok(None) };
+        let files = layers::open(home, disk, image, Access::ReadBesideGuest)?;
+        match left(files.own.iter().chain([&files.image]).chain(&files.layers)) {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy && in_time(began).is_ok() => {}
+            left => return left.map_err(internal),
         }
+        // Its mount closes an image when nobody has the file open any more, and so not while it is open here.
+        drop(files);
+        sleep(TICK);
     }
 }
 
