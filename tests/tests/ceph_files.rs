@@ -20,7 +20,7 @@ use nix::mount::{MntFlags, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::statvfs::statvfs;
 use nix::unistd::{Pid, Whence, lseek};
-use vmseal_api::rbd::{FENCING_ATTRIBUTE, POOLS_ATTRIBUTE};
+use vmseal_api::rbd::{FENCING_ATTRIBUTE, POOLS_ATTRIBUTE, STATE_ATTRIBUTE};
 use vmseal_tests::ceph::{Cluster, is_installed, said};
 use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::{eventually, program};
@@ -211,6 +211,7 @@ fn a_pool_is_a_directory_tree_that_hosts_share() {
     long_files(cluster, &here, &there);
     striped_files(&here);
     notes_of_images(cluster, &here, &there);
+    states_of_images(cluster, &here, &there);
     rights_to_fence(&pool, &here);
     removals(cluster, &mut here);
     locks(&mut here, &there);
@@ -521,6 +522,52 @@ fn notes_of_images(cluster: &Cluster, here: &Mount, there: &Mount) {
     let remove = || Errno::result(unsafe { libc::removexattr(of.as_ptr(), name.as_ptr()) });
     assert_eq!(remove(), Ok(0));
     assert_eq!(remove(), Err(Errno::ENODATA));
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// An image is in another state once anybody has had it open to be written, with whatever program. Who opens it can still tell.
+fn states_of_images(cluster: &Cluster, here: &Mount, there: &Mount) {
+    use nix::errno::Errno;
+    let (path, elsewhere) = (here.path("state"), there.path("state"));
+    let state = |of: &Path| attribute(of, STATE_ATTRIBUTE);
+    let at_rest = || eventually("nobody has the image open", || state(&path).ok()).unwrap();
+    let file = make(&path).unwrap();
+    assert_eq!(state(&path), Err(Errno::EOPNOTSUPP), "it is no image yet");
+    file.set_len(LONG).unwrap();
+    assert_eq!(state(&path), Err(Errno::EBUSY), "it is written here");
+    assert_eq!(state(&elsewhere), Err(Errno::EBUSY), "it is written on another host");
+    drop(file);
+    let first = at_rest();
+
+    assert_eq!(std::fs::read(&elsewhere).unwrap().len() as u64, LONG);
+    assert_eq!(state(&elsewhere), Ok(first.clone()), "it was only read");
+    let file = OpenOptions::new().read(true).write(true).open(&elsewhere).unwrap();
+    assert_eq!(state(&elsewhere), Ok(first.clone()), "as it was found");
+    assert_eq!(state(&path), Err(Errno::EBUSY));
+    file.write_all_at(b"b", 0).unwrap();
+    assert_eq!(state(&elsewhere), Err(Errno::EBUSY), "it was written since");
+    drop(file);
+    let second = at_rest();
+    assert_ne!(second, first);
+
+    let image = format!("vmseal/vmseal.{:016x}", path.metadata().unwrap().ino());
+    let set = cluster.rbd(&["image-meta", "set", &image, "a", "b"]);
+    assert!(set.status.success(), "{}", said(&set));
+    assert_ne!(at_rest(), second, "another program had it");
+
+    // Who has it open may take its lock just before it is opened here, and gives it away then.
+    let mut other = Command::new("rbd");
+    other.arg("-c").arg(cluster.directory().join("ceph.conf")).args(["watch", &image]);
+    let mut other = other.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let has_it = || {
+        let status = String::from_utf8(cluster.rbd(&["status", &image]).stdout).unwrap();
+        status.contains("watcher=").then_some(())
+    };
+    eventually("another program has the image open", has_it).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert_eq!(state(&path), Err(Errno::EBUSY), "another program may have written");
+    drop((file, other.stdin.take()));
+    other.wait().unwrap();
     std::fs::remove_file(&path).unwrap();
 }
 

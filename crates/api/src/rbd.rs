@@ -97,6 +97,15 @@ pub const KEK_ATTRIBUTE: &str = "user.vmseal.kek";
 /// The longest value of one of [`NOTE_ATTRIBUTES`], in bytes: two keys with long ids.
 pub const NOTE_MAX: usize = 1024;
 
+/// An extended attribute of files that are images, to be read: the state of the image, a text that is another one after anybody has had it
+/// open to be written. Where it is open here to be written, it is the state in which it was found, as long as nothing is written; after that
+/// it is `EBUSY`, as it is while another host writes, and where another program had it open to be written at that moment, too. `ENODATA` of
+/// an image that only earlier versions have written.
+pub const STATE_ATTRIBUTE: &str = "user.vmseal.state";
+
+/// The longest value of [`STATE_ATTRIBUTE`], in bytes.
+pub const STATE_MAX: usize = 256;
+
 /// An `ioctl(2)` of its files: answers [`WHOLE`], four bytes. `_IOR('v', 0x52, u32)` (linux/ioctl.h).
 pub const ASK_WHOLE: u32 = 2 << 30 | 4 << 16 | (b'v' as u32) << 8 | 0x52;
 

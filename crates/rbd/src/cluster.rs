@@ -3,8 +3,9 @@
 mod blocklist;
 mod change;
 mod messenger;
+mod version;
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::io;
 use std::ptr;
 use std::sync::Arc;
@@ -16,7 +17,8 @@ use vmseal_secret::cephx::CephxKey;
 use self::messenger::MESSENGER_OPTIONS;
 use crate::in_flight;
 use crate::library::{
-    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, Rados, load, loaded,
+    COMPARE_EQUAL, CREATE_IDEMPOTENT, IoContext, LOCK_MAY_RENEW, LoadError, NO_FLAGS, Rados, load,
+    loaded,
 };
 
 pub(crate) use self::change::Change;
@@ -173,6 +175,8 @@ impl Cluster {
             ("rbd_disable_zero_copy_writes", "true"),
             // What is freed reads as zeroes, to the byte.
             ("rbd_skip_partial_discard", "false"),
+            // Who only reads changes nothing: an image's header tells whether anybody has had its lock (`image_state`).
+            ("rbd_atime_update_interval", "0"),
             // Who is taken a lock from cannot write any more.
             ("rbd_blocklist_on_break_lock", "true"),
             ("log_file", ""),
@@ -438,6 +442,16 @@ impl Pool {
     /// # Errors
     /// The cluster's.
     pub fn set_attribute(&self, object: &str, name: &str, value: &str) -> io::Result<()> {
+        self.set_attribute_with(object, (name, value), NO_FLAGS)
+    }
+
+    /// The same with flags of the library (`LIBRADOS_OPERATION_...`).
+    pub(crate) fn set_attribute_with(
+        &self,
+        object: &str,
+        (name, value): (&str, &str),
+        flags: c_int,
+    ) -> io::Result<()> {
         let (object, name, value) = (text(object)?, text(name)?, text(value)?);
         let rados = &loaded().rados;
         let change = Change::new();
@@ -448,7 +462,7 @@ impl Pool {
             let start = bytes.as_ptr().cast::<c_char>();
             (rados.rados_write_op_setxattr)(change.operation(), name.as_ptr(), start, bytes.len());
         }
-        change.carry_out(self, &object)
+        change.carry_out_with(self, &object, flags)
     }
 
     /// Makes an object, if it is not there.

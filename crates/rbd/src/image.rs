@@ -1,12 +1,14 @@
 //! An RBD image that is open. Reads and writes are asynchronous: librbd does them in its own few threads, which call back; no thread
 //! waits for a request.
 
+mod header;
+
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::ops::{ControlFlow, Range};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libc::{size_t, ssize_t};
 
@@ -18,6 +20,8 @@ use crate::library::{
     IMAGE_OPTION_STRIPE_UNIT, LOCK_EXCLUSIVE, ZEROES_TAKE_ROOM, loaded,
 };
 use crate::parts::Parts;
+
+pub use self::header::Header;
 
 /// How many owners a lock may have: an exclusive one has one.
 const OWNERS_MAX: usize = 8;
@@ -44,6 +48,10 @@ pub struct Image {
     striped: bool,
     /// How many bytes are in one object before the next one follows: all that an object has, unless it is striped.
     unit: u64,
+    /// Its header just before it was locked here; none of one that is open for reading alone.
+    found: Option<Header>,
+    /// Whether anything of it was changed here.
+    written: AtomicBool,
     /// The image is closed before its pool.
     pool: Arc<Pool>,
 }
@@ -142,13 +150,14 @@ impl Image {
         name: &str,
         predecessors: &[String],
     ) -> io::Result<Self> {
-        let image = Self::open_as(pool, name, loaded().rbd.rbd_open)?;
+        let mut image = Self::open_as(pool, name, loaded().rbd.rbd_open)?;
         let rbd = &loaded().rbd;
         let owners = if predecessors.is_empty() { Vec::new() } else { image.lock_owners()? };
         for owner in owners.iter().filter(|owner| predecessors.contains(owner)) {
             tracing::warn!(image = name, %owner, "breaking the lock of a process that is dead");
             image.break_lock(owner)?;
         }
+        let found = image.look();
         // SAFETY: the image is open.
         let locked = checked(unsafe { (rbd.rbd_lock_acquire)(image.handle, LOCK_EXCLUSIVE) });
         match locked {
@@ -160,8 +169,33 @@ impl Image {
             Ok(_) => {
                 // Who had the lock until now may have made it longer since it was opened here.
                 image.learn_size()?;
+                image.found = found
+                    .and_then(|look| image.header_until_locked(look))
+                    .inspect_err(|error| tracing::info!(image = name, %error, "whether anybody has written to an image is not known"))
+                    .ok();
                 Ok(image)
             }
+        }
+    }
+
+    /// Its header just before it was locked here, where nothing of it was changed here since, and others did not have it open, too; none of one
+    /// that is open for reading alone.
+    #[must_use]
+    pub fn found(&self) -> Option<&Header> {
+        self.found.as_ref().filter(|_| !self.is_written())
+    }
+
+    /// Whether anything of it was changed here.
+    #[must_use]
+    pub fn is_written(&self) -> bool {
+        self.written.load(Ordering::Acquire)
+    }
+
+    /// Something of it is about to be changed.
+    fn writes(&self) {
+        // Looked at first: the threads of busy queues share what they only read.
+        if !self.written.load(Ordering::Relaxed) {
+            self.written.store(true, Ordering::Release);
         }
     }
 
@@ -212,7 +246,8 @@ impl Image {
         // SAFETY: the pool is open; the handle is written if the call succeeds.
         checked(unsafe { open(pool.context(), name.as_ptr(), &raw mut handle, ptr::null()) })?;
         let size = AtomicU64::new(0);
-        let mut image = Self { handle, size, striped: false, unit, pool: Arc::clone(pool) };
+        let (pool, written) = (Arc::clone(pool), AtomicBool::new(false));
+        let mut image = Self { handle, size, striped: false, unit, found: None, written, pool };
         image.learn_size()?;
         // SAFETY: the image is open; the count is written.
         checked(unsafe { (loaded().rbd.rbd_get_stripe_count)(handle, &raw mut around) })?;
@@ -275,6 +310,7 @@ impl Image {
     /// # Errors
     /// The cluster's.
     pub fn resize(&self, size: u64) -> io::Result<()> {
+        self.writes();
         // SAFETY: the image is open.
         checked(unsafe { (loaded().rbd.rbd_resize)(self.handle, size) })?;
         self.size.store(size, Ordering::Release);
@@ -326,6 +362,7 @@ impl Image {
     /// # Errors
     /// The cluster's.
     pub fn write_all(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.writes();
         let (start, length) = (bytes.as_ptr().cast(), bytes.len());
         // SAFETY: the image is open, and the slice outlives the call.
         let written = unsafe { (loaded().rbd.rbd_write)(self.handle, offset, length, start) };
@@ -370,6 +407,7 @@ impl Image {
         bytes: &[u8],
         done: impl FnOnce(io::Result<()>) + Send + 'static,
     ) {
+        self.writes();
         let (handle, start, length) = (self.handle, bytes.as_ptr().cast(), bytes.len());
         let done = |result: io::Result<u64>, _| done(result.map(drop));
         self.start(Vec::new(), Box::new(done), |_, completion| {
@@ -403,6 +441,7 @@ impl Image {
         parts: Parts,
         done: impl FnOnce(io::Result<()>) + Send + 'static,
     ) {
+        self.writes();
         let (handle, (vectors, count)) = (self.handle, parts.vectors());
         let done = move |result: io::Result<u64>, _| {
             drop(parts);
@@ -439,6 +478,7 @@ impl Image {
         take_room: bool,
         done: impl FnOnce(io::Result<()>) + Send + 'static,
     ) {
+        self.writes();
         let (handle, length) = (self.handle, part.end.saturating_sub(part.start) as size_t);
         let flags = if take_room { ZEROES_TAKE_ROOM } else { 0 };
         let done = |result: io::Result<u64>, _| done(result.map(drop));
@@ -504,11 +544,9 @@ impl Image {
     /// # Errors
     /// The cluster's.
     pub fn room(&self) -> io::Result<Option<u64>> {
-        let (mut features, mut flags, rbd) = (0, 0, &loaded().rbd);
-        // SAFETY: the image is open; the features are written.
-        checked(unsafe { (rbd.rbd_get_features)(self.handle, &raw mut features) })?;
+        let (features, mut flags) = (self.features()?, 0);
         // SAFETY: the image is open; the flags are written.
-        checked(unsafe { (rbd.rbd_get_flags)(self.handle, &raw mut flags) })?;
+        checked(unsafe { (loaded().rbd.rbd_get_flags)(self.handle, &raw mut flags) })?;
         if !has_map(features, flags) {
             return Ok(None);
         }
@@ -518,6 +556,13 @@ impl Image {
             ControlFlow::Continue(())
         })?;
         Ok(Some(room))
+    }
+
+    fn features(&self) -> io::Result<u64> {
+        let mut features = 0;
+        // SAFETY: the image is open; the features are written.
+        checked(unsafe { (loaded().rbd.rbd_get_features)(self.handle, &raw mut features) })?;
+        Ok(features)
     }
 
     fn each_extent(

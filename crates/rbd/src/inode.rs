@@ -5,6 +5,7 @@
 //!                         attribute vmseal.image-layout    how images that are made there are cut into objects
 //! vmseal.file.<inode>   a file. Up to [`SMALL_MAX`] bytes it is the object's data
 //!                         attribute vmseal.size    it is an image, and this long
+//!                         attribute vmseal.opened  it is an image, and was opened to be written: another number each time
 //!                         attribute vmseal.links   it has several names: its keys, `<directory's inode>/<name>`
 //!                         attribute vmseal.image-layout    that of the directory that it was made in
 //! vmseal.<inode>        the image (RBD) of a longer file; its metadata vmseal.path says which it is, and that of a disk's which key opens it
@@ -29,6 +30,9 @@ pub const TRIAL: &str = "vmseal.trial";
 
 /// The attribute with the length of a file that is an image.
 pub const SIZE: &str = "vmseal.size";
+
+/// The attribute of a file that is an image and was opened to be written ([`crate::image_state`]).
+pub const OPENED: &str = "vmseal.opened";
 
 /// The attribute with how an image is cut into objects.
 pub const IMAGE_LAYOUT: &str = "vmseal.image-layout";

@@ -23,6 +23,7 @@
 //! | [`inode`] | what the objects in the pool are called |
 //! | [`image`], [`cluster`] | librbd and librados, in safe Rust |
 //! | [`image_layout`] | how new images are cut into objects |
+//! | [`image_state`] | whether anybody may have written to an image since |
 //! | [`create`] | makes the pools of a new datastore |
 //! | [`pools`] | how the cluster keeps what is stored |
 //! | [`osds`] | whether the cluster's OSDs are encrypted |
@@ -45,6 +46,7 @@ pub mod file_system;
 pub mod holes;
 pub mod image;
 pub mod image_layout;
+pub mod image_state;
 pub mod in_flight;
 pub mod inode;
 pub mod library;

@@ -24,13 +24,24 @@ pub type KeyIterator = *mut c_void;
 pub type Image = *mut c_void;
 /// What a new image is to be like (`rbd_image_options_t`).
 pub type ImageOptions = *mut c_void;
-/// An operation in flight (`rbd_completion_t`).
+/// An operation in flight (`rbd_completion_t`, `rados_completion_t`).
 pub type Completion = *mut c_void;
 
-/// Called by a thread of librbd when an operation is done (`rbd_callback_t`).
+/// Called by a thread of the library when an operation is done (`rbd_callback_t`, `rados_callback_t`).
 pub type WhenDone = extern "C" fn(Completion, *mut c_void);
 /// Called for each extent of an image.
 pub type OnExtent = extern "C" fn(u64, size_t, c_int, *mut c_void) -> c_int;
+
+/// Who has an image open to be written (`rbd_image_watcher_t`).
+#[repr(C)]
+pub struct Watcher {
+    /// The address, which is given back to the library.
+    pub address: *mut c_char,
+    /// The number that the cluster has given the client.
+    pub client: i64,
+    /// Which of the client's handles.
+    pub cookie: u64,
+}
 
 /// `LIBRADOS_CREATE_IDEMPOTENT`: the object may be there.
 pub const CREATE_IDEMPOTENT: c_int = 0;
@@ -54,6 +65,8 @@ pub const IMAGE_OPTION_STRIPE_COUNT: c_int = 4;
 pub const IMAGE_OPTION_DATA_POOL: c_int = 10;
 /// `RBD_FEATURE_LAYERING`, `_EXCLUSIVE_LOCK`, `_OBJECT_MAP`, `_FAST_DIFF`, `_DEEP_FLATTEN`: what `rbd create` gives an image.
 pub const FEATURES: u64 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5;
+/// `RBD_FEATURE_EXCLUSIVE_LOCK`: nobody writes to an image without its lock.
+pub const FEATURE_EXCLUSIVE_LOCK: u64 = 1 << 2;
 /// `RBD_FEATURE_STRIPINGV2`: units of an image go around several objects.
 pub const FEATURE_STRIPING: u64 = 1 << 1;
 /// `RBD_FEATURE_OBJECT_MAP`, `_FAST_DIFF`: an image has a map of the objects that exist.
@@ -113,6 +126,7 @@ functions! {
         fn rados_shutdown(Rados);
         fn rados_cluster_fsid(Rados, *mut c_char, size_t) -> c_int;
         fn rados_getaddrs(Rados, *mut *mut c_char) -> c_int;
+        fn rados_get_instance_id(Rados) -> u64;
         fn rados_mon_command(
             Rados, *mut *const c_char, size_t, *const c_char, size_t,
             *mut *mut c_char, *mut size_t, *mut *mut c_char, *mut size_t,
@@ -126,6 +140,12 @@ functions! {
         fn rados_trunc(IoContext, *const c_char, u64) -> c_int;
         fn rados_stat(IoContext, *const c_char, *mut u64, *mut time_t) -> c_int;
         fn rados_remove(IoContext, *const c_char) -> c_int;
+        fn rados_aio_create_completion2(*mut c_void, Option<WhenDone>, *mut Completion) -> c_int;
+        fn rados_aio_stat(IoContext, *const c_char, Completion, *mut u64, *mut time_t) -> c_int;
+        fn rados_aio_wait_for_complete(Completion) -> c_int;
+        fn rados_aio_get_return_value(Completion) -> c_int;
+        fn rados_aio_get_version(Completion) -> u64;
+        fn rados_aio_release(Completion);
         fn rados_getxattr(IoContext, *const c_char, *const c_char, *mut c_char, size_t) -> c_int;
         fn rados_lock_exclusive(
             IoContext, *const c_char, *const c_char, *const c_char, *const c_char, *mut timeval, u8,
@@ -183,6 +203,7 @@ functions! {
         fn rbd_open(IoContext, *const c_char, *mut Image, *const c_char) -> c_int;
         fn rbd_open_read_only(IoContext, *const c_char, *mut Image, *const c_char) -> c_int;
         fn rbd_close(Image) -> c_int;
+        fn rbd_get_id(Image, *mut c_char, size_t) -> c_int;
         fn rbd_get_size(Image, *mut u64) -> c_int;
         fn rbd_get_stripe_count(Image, *mut u64) -> c_int;
         fn rbd_get_stripe_unit(Image, *mut u64) -> c_int;
@@ -210,6 +231,8 @@ functions! {
         fn rbd_lock_get_owners(Image, *mut c_int, *mut *mut c_char, *mut size_t) -> c_int;
         fn rbd_lock_get_owners_cleanup(*mut *mut c_char, size_t);
         fn rbd_lock_break(Image, c_int, *const c_char) -> c_int;
+        fn rbd_watchers_list(Image, *mut Watcher, *mut size_t) -> c_int;
+        fn rbd_watchers_list_cleanup(*mut Watcher, size_t);
     }
 }
 

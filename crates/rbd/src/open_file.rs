@@ -14,6 +14,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Try
 use crate::cluster::Pool;
 use crate::image::{self, Image, Layout};
 use crate::image_layout;
+use crate::image_state;
 use crate::inode::{Inode, PATH, SIZE, SMALL_MAX};
 
 /// How much longer an image gets when a file grows beyond it, in bytes, at least. It takes no room before it is written.
@@ -47,6 +48,8 @@ enum Content {
 pub struct FileImage {
     image: Image,
     writable: bool,
+    /// The state in which it was found when it was opened to be written.
+    found: Option<String>,
     /// The file's length.
     size: AtomicU64,
     /// The length that is noted.
@@ -57,17 +60,31 @@ impl FileImage {
     /// Opens the image of a file that was this long when somebody looked.
     fn open(store: &Store, inode: Inode, seen: u64, writable: bool) -> io::Result<Arc<Self>> {
         let name = inode.image();
-        let (image, size) = if writable {
+        let (image, size, found) = if writable {
             let image = Image::open_to_write(&store.pool, &name, &store.predecessors)?;
             // Another host may have had the lock until now: it notes the length before it gives the lock up. An image that is being
             // made has none noted.
             let size = noted_size(&store.pool, inode)?.unwrap_or(seen);
-            (image, size)
+            let found = image_state::begin(&store.pool, inode, &image)?;
+            (image, size, found)
         } else {
-            (Image::open(&store.pool, &name)?, seen)
+            (Image::open(&store.pool, &name)?, seen, None)
         };
         let (size, noted) = (AtomicU64::new(size), AtomicU64::new(size));
-        Ok(Arc::new(Self { image, writable, size, noted }))
+        Ok(Arc::new(Self { image, writable, found, size, noted }))
+    }
+
+    /// The state of the image ([`image_state`]): as it is, where nobody has it open to be written; where it is open here to be written, as it
+    /// was found, if nothing was written since.
+    ///
+    /// # Errors
+    /// `ResourceBusy`, where neither is known: it is being written; as [`image_state::at_rest`].
+    pub fn state(&self, store: &Store, inode: Inode) -> io::Result<String> {
+        if !self.writable {
+            return image_state::at_rest(&store.pool, inode, &self.image);
+        }
+        let found = self.found.clone().filter(|_| !self.image.is_written());
+        found.ok_or_else(|| io::Error::from_raw_os_error(libc::EBUSY))
     }
 
     /// The image itself.

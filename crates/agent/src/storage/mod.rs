@@ -28,6 +28,7 @@ pub(crate) mod image;
 pub(crate) mod image_content;
 pub(crate) mod image_layout;
 pub(crate) mod image_notes;
+pub(crate) mod image_state;
 pub(crate) mod in_place;
 pub(crate) mod json_file;
 pub(crate) mod kept_room;

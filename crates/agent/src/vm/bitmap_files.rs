@@ -10,8 +10,9 @@
 //! still says how the disk's files were left, as a backup changes none of them.
 //!
 //! What a bitmap calls clean is believed, so one that may lack a change is not offered: another program, or another host, may have
-//! written to the disk while the VM was off, and a host that crashed may have lost marks. The first changes a file's `st_ctime`, of the
-//! second nothing is left here: what is kept is removed, durably, before its VM's first filter is started.
+//! written to the disk while the VM was off, and a host that crashed may have lost marks. The first changes a file's `st_ctime`, or the
+//! state of an image in a pool of Ceph ([`image_state`]); of the second nothing is left here: what is kept is removed, durably, before
+//! its VM's first filter is started.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -33,6 +34,7 @@ use super::internal;
 use super::kept_bitmaps::KeptBitmaps;
 use crate::process::run_dir::ProcessDir;
 use crate::storage::home::Home;
+use crate::storage::image_state;
 use crate::storage::layers::{self, Files};
 use crate::storage::locked::Access;
 use crate::storage::opening::Open;
@@ -62,8 +64,11 @@ pub struct BitmapFiles {
 struct LeftFile {
     inode: u64,
     length: u64,
-    /// When it was changed last, in seconds and nanoseconds.
+    /// When it was changed last, in seconds and nanoseconds; zeros of a file that has a state.
     changed: (i64, i64),
+    /// The state of an image in a pool of Ceph, whose files have the times of their mount.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    state: Option<String>,
 }
 
 /// The line above the bitmaps.
@@ -224,11 +229,7 @@ impl BitmapFiles {
         }
         sleep(TICK);
         let home = Home::of(&disk.datastore, spec.vm)?;
-        let Some(image) = home.open_beside_guest(disk.disk)? else { return Ok(()) };
-        let Files { layers, image, own, .. } =
-            layers::open(&home, disk.disk, image, Access::BesideGuest)?;
-        let files = left(own.iter().chain([&image]).chain(&layers)).map_err(internal)?;
-        let Some(files) = files else { return Ok(()) };
+        let Some(files) = left_alone(&home, disk.disk, began)? else { return Ok(()) };
         let kept = below_line(&Left { version: VERSION, files }, &bitmaps).map_err(internal)?;
         atomic_file::private_directory(&self.directory).map_err(internal)?;
         let kept = atomic_file::prepare_sparse(&self.path(disk.disk), &kept, PRIVATE);
@@ -317,21 +318,40 @@ fn is_as_left(opened: &Open, then: &Left) -> bool {
     left(files).is_ok_and(|now| now.is_some_and(|now| now == then.files))
 }
 
-/// How files are now; none where a file system does not say when they were changed.
+/// How a disk's files are when nobody writes them any more: the image of a process that has ended is closed a moment later. Who waits began to
+/// wait then.
+fn left_alone(home: &Home, disk: DiskId, began: Instant) -> Result<Option<Vec<LeftFile>>, Problem> {
+    loop {
+        // Only read: an image in a pool that is opened to be written is in another state from then on.
+        let Some(image) = home.read_beside_guest(disk)? else { return Ok(None) };
+        let files = layers::open(home, disk, image, Access::ReadBesideGuest)?;
+        match left(files.own.iter().chain([&files.image]).chain(&files.layers)) {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy && in_time(began).is_ok() => {}
+            left => return left.map_err(internal),
+        }
+        // Its mount closes an image when nobody has the file open any more, and so not while it is open here.
+        drop(files);
+        sleep(TICK);
+    }
+}
+
+/// How files are now; none where a file system does not say when they were changed. `ResourceBusy` while one is written.
 fn left<'a>(files: impl Iterator<Item = &'a File>) -> io::Result<Option<Vec<LeftFile>>> {
     files
         .map(|file| {
-            // The images of a pool of Ceph have the times of their mount.
-            if fstatfs(file)?.filesystem_type() == FUSE_SUPER_MAGIC {
-                return Ok(None);
-            }
             let about = file.metadata()?;
+            let (inode, length) = (about.ino(), about.len());
+            if fstatfs(file)?.filesystem_type() == FUSE_SUPER_MAGIC {
+                let state = image_state::of(file)?;
+                let changed = (0, 0);
+                return Ok(state.map(|it| LeftFile { inode, length, changed, state: Some(it) }));
+            }
             // Some file systems have whole seconds: two changes in one of them look alike.
             if about.ctime_nsec() == 0 {
                 return Ok(None);
             }
             let changed = (about.ctime(), about.ctime_nsec());
-            Ok(Some(LeftFile { inode: about.ino(), length: about.len(), changed }))
+            Ok(Some(LeftFile { inode, length, changed, state: None }))
         })
         .collect()
 }
@@ -400,6 +420,26 @@ mod tests {
         std::fs::copy(&image, &copy).unwrap();
         std::fs::rename(&copy, &image).unwrap();
         assert_eq!(offered(false), b"", "it is another file");
+    }
+
+    #[test]
+    fn an_image_in_another_state_is_not_as_it_was_left() {
+        let line = |more: &str| {
+            let files = format!(r#"[{{"inode":1,"length":2,"changed":[0,0]{more}}}]"#);
+            format!("{{\"version\":{VERSION},\"files\":{files}}}\nmarks")
+        };
+        let read = |line: &str| parse(line.as_bytes()).map(|(left, _)| left.files);
+        let state = |of: &str| read(&line(&format!(r#","state":"{of}""#))).unwrap();
+        // As earlier versions have written it, of a file in a directory.
+        let before = read(&line("")).unwrap();
+        assert_eq!(before[0].state, None);
+        assert_eq!(state("a"), state("a"));
+        assert_ne!(state("a"), state("b"));
+        assert_ne!(state("a"), before);
+        let kept = below_line(&Left { version: VERSION, files: state("a") }, b"marks").unwrap();
+        assert_eq!(parse(&kept).unwrap().0.files, state("a"));
+        let kept = below_line(&Left { version: VERSION, files: before }, b"marks").unwrap();
+        assert_eq!(kept, line("").as_bytes(), "earlier versions would not read it");
     }
 
     /// What is kept is older than the last use of the disk, which nobody marked.

@@ -1,5 +1,6 @@
 //! Extended attributes: of the root how the cluster keeps what is stored, whether its OSDs are encrypted, whether hosts may be fenced and who serves it, of directories how new images are cut into objects, and that
-//! other hosts are to lose what is in them, and of files that are images what these say of themselves, which is metadata of the image.
+//! other hosts are to lose what is in them, and of files that are images what these say of themselves, which is metadata of the image, and
+//! the state that they are in.
 
 use std::ffi::OsStr;
 use std::io;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use fuser::{Errno, ReplyXattr};
 use vmseal_api::rbd::{
     FENCE_ATTRIBUTE, FENCING_ATTRIBUTE, IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES,
-    NOTE_MAX, OSDS_ATTRIBUTE, POOLS_ATTRIBUTE,
+    NOTE_MAX, OSDS_ATTRIBUTE, POOLS_ATTRIBUTE, STATE_ATTRIBUTE,
 };
 
 use super::{FileSystem, POOL_KNOWN};
@@ -55,7 +56,7 @@ impl KnownTo {
         let of_monitors = [POOLS_ATTRIBUTE, OSDS_ATTRIBUTE, FENCING_ATTRIBUTE];
         match of == Inode::ROOT && of_monitors.iter().any(|known| name == *known) {
             true => Self::Monitors,
-            false if key_of(name).is_some() => Self::Pool,
+            false if key_of(name).is_some() || name == STATE_ATTRIBUTE => Self::Pool,
             false => Self::Process,
         }
     }
@@ -114,9 +115,24 @@ impl FileSystem {
         if of == Inode::ROOT && name == MOUNTED_ATTRIBUTE {
             return Ok(serde_json::to_vec(&self.mounted)?);
         }
+        if name == STATE_ATTRIBUTE {
+            return self.state(of);
+        }
         let key = key_of(name).ok_or_else(unsupported)?;
         let noted = self.with_image(of, false, |image| image.metadata(key, NOTE_MAX))?;
         noted.map(String::into_bytes).ok_or_else(|| error(libc::ENODATA))
+    }
+
+    /// The state of an image: the value of [`STATE_ATTRIBUTE`].
+    fn state(&self, of: Inode) -> io::Result<Vec<u8>> {
+        if of.is_directory() {
+            return Err(unsupported());
+        }
+        let told = self.with_file(of, false, |file| {
+            let image = file.image().ok_or_else(unsupported)?;
+            image.state(&self.store, of)
+        });
+        told.map(String::into_bytes)
     }
 
     /// The names of the attributes that an image has, each with a zero byte behind it.
@@ -198,6 +214,7 @@ mod tests {
             assert_eq!(known_to(file, name), KnownTo::Process, "{name}");
         }
         assert_eq!(known_to(file, "user.vmseal.kek"), KnownTo::Pool);
+        assert_eq!(known_to(file, STATE_ATTRIBUTE), KnownTo::Pool);
         assert_eq!(known_to(root, MOUNTED_ATTRIBUTE), KnownTo::Process);
         assert_eq!(known_to(file, "security.capability"), KnownTo::Process);
     }
