@@ -20,7 +20,7 @@ use crate::stalls;
 use crate::store::disks::{self, Disk};
 use crate::store::policies::Policy;
 use crate::store::vms::Vm;
-use crate::store::{nics, policies, snapshots};
+use crate::store::{Write, nics, policies, snapshots};
 use crate::tasks::Engine;
 
 /// Adds a disk to a VM.
@@ -43,11 +43,54 @@ pub async fn add_disk(
     check_name(&request, &known)?;
     let agent = changeable(services, &vm).await?;
     let mut write = services.store.write().await?;
-    let policy = policies::find(&mut write, &vm.policy.to_string()).await?;
+    let of = (&vm, &*known);
+    let (policy, mut disk) = reserve_disk(services, caller, &mut write, of, &request).await?;
+    if dry_run {
+        let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
+        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        let spec = crate::hosts::spec_of_disk(&disk);
+        agent.examine_disk(new_disk(&disk)).await?;
+        let change = VmChange::AddDisk { disk: Box::new(spec) };
+        let mut plan = super::vms::plan(&task, &vm);
+        let in_the_clear = in_the_clear(&policy, &disk);
+        plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
+        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(room::examine_added(services, &vm, &disk).await?);
+        plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
+        return Ok(Outcome::Planned(plan));
+    }
+    if disk.image.is_some() {
+        // The same here: what this transaction reserves is given up, and reserved again after the call.
+        drop(write);
+        agent.examine_disk(new_disk(&disk)).await?;
+        write = services.store.write().await?;
+        (_, disk) = reserve_disk(services, caller, &mut write, of, &request).await?;
+    }
+    let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// A disk that is to be added, as its host is asked about it.
+fn new_disk(disk: &Disk) -> NewDisk {
+    let (spec, source) = (crate::hosts::spec_of_disk(disk), disk.image.clone());
+    NewDisk { disk: spec, source, firmware: None }
+}
+
+/// Puts a disk that is to be added into the inventory; it is given to the VM when it is made. Returns the VM's policy as well.
+async fn reserve_disk(
+    services: &Services,
+    caller: &Caller,
+    write: &mut Write<'_>,
+    (vm, known): (&Vm, &[Disk]),
+    request: &CreateDisk,
+) -> Result<(Policy, Disk), Problem> {
+    let policy = policies::find(write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
-    require_key(&vm, &policy, &request)?;
+    require_key(vm, &policy, request)?;
     let host = ChosenHost { id: vm.host, name: vm.host_name.clone() };
-    let mut made = place(&mut write, std::slice::from_ref(&request), &policy, &host)
+    let mut made = place(write, std::slice::from_ref(request), &policy, &host)
         .await
         .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
     image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
@@ -68,26 +111,10 @@ pub async fn add_disk(
         let detail = format!("policy '{}' gives each disk a cache: {what}", vm.policy_name);
         Problem::invalid("cache", detail)
     })?;
-    let position = disks::next_position(&mut write, vm.id).await?;
+    let position = disks::next_position(write, vm.id).await?;
     let disk = Disk { detached: true, ..disk };
-    disks::insert(&mut write, vm.id, position, &disk).await?;
-    let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
-    if dry_run {
-        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
-        // No transaction is held during a call to a host.
-        drop(write);
-        let (spec, source) = (crate::hosts::spec_of_disk(&disk), disk.image.clone());
-        agent.examine_disk(NewDisk { disk: spec.clone(), source, firmware: None }).await?;
-        let change = VmChange::AddDisk { disk: Box::new(spec) };
-        let mut plan = super::vms::plan(&task, &vm);
-        let in_the_clear = in_the_clear(&policy, &disk);
-        plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
-        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
-        plan.warnings.extend(room::examine_added(services, &vm, &disk).await?);
-        plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
-        return Ok(Outcome::Planned(plan));
-    }
-    begin(services, write, operation, &vm, caller, dry_run).await
+    disks::insert(write, vm.id, position, &disk).await?;
+    Ok((policy, disk))
 }
 
 /// The disk on the datastore that it names, or else on that of the VM's first disk; then it is said which that is. The guest's
