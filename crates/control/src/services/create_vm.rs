@@ -57,7 +57,9 @@ pub async fn create(
         // No transaction is held during a call to a host. So what this one reserves is given up, and reserved again after the call.
         drop(write);
         let Reserved { vm, disks, cards, .. } = &reserved;
-        examine_those(services, vm, disks, cards, is_filled_from_file).await?;
+        examine_those(services, vm, disks, cards, is_filled_from_file)
+            .await
+            .map_err(nothing_was_begun)?;
         write = services.store.write().await?;
         reserved = reserve(services, caller, &mut write, &request, &chosen).await?;
     }
@@ -70,6 +72,18 @@ pub async fn create(
     };
     let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: None };
     begin(services, write, operation, vm, caller, dry_run).await
+}
+
+/// The problem of a host that was only asked, before anything is on record. For clients `timed-out` leaves in doubt whether something was
+/// begun, and here it is known.
+pub(super) fn nothing_was_begun(problem: Problem) -> Problem {
+    match problem.code {
+        ErrorCode::TimedOut => {
+            let detail = format!("{}. Nothing was begun", problem.detail);
+            Problem::new(ErrorCode::Unreachable, detail)
+        }
+        _ => problem,
+    }
 }
 
 /// What is chosen for a new VM before the transaction that reserves it.
