@@ -150,14 +150,23 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
         let said = here.refused(&[&debian[..], &["--disk-size=1G"]].concat()).unwrap();
         assert!(said.contains("--disk-size") && said.contains("2 GiB"), "{said}");
     }
-    let other = here.path("other.raw");
+    // An image that the host cannot take is refused before anything is made.
+    let (other, large) = (here.path("other.raw"), here.path("large.raw"));
     std::fs::write(&other, [&b"QFI\xfb"[..], &[0; 1 << 20]].concat()).unwrap();
-    let other = command(text(&other).unwrap(), &["--ssh-key", public, "--dry-run"]);
-    assert!(here.refused(&other).unwrap().contains("--force"));
-    here.vmseal(&[&other[..], &["--force"]].concat()).unwrap();
-    let more = ["--ssh-key", public, "--dry-run"];
-    let said = here.refused(&command("/none/a.raw", &more)).unwrap();
-    assert!(said.contains("--image: /none/a.raw: "), "{said}");
+    std::fs::File::create(&large).unwrap().set_len(32 << 20).unwrap();
+    let (other, large) = (text(&other).unwrap(), text(&large).unwrap());
+    for (image, why) in
+        [(other, "--force"), (large, "make the disk larger"), ("/none/a.raw", "--image: ")]
+    {
+        for dry_run in [&["--dry-run"][..], &[]] {
+            let launch = [&command(image, &["--ssh-key", public])[..], dry_run].concat();
+            let said = here.refused(&launch).unwrap();
+            assert!(said.contains(why) && said.contains(&format!("{image}: ")), "{said}");
+        }
+    }
+    let tasks = here.json(&["task", "list"]).unwrap();
+    assert!(!tasks.to_string().contains("vm.create"), "{tasks}");
+    here.vmseal(&command(other, &["--ssh-key", public, "--force", "--dry-run"])).unwrap();
     let plan = here.vmseal(&command(image, &["--ssh-key", public, "--dry-run"])).unwrap();
     assert!(plan.contains("wait until its SSH server answers"), "{plan}");
     assert_eq!(here.json(&["vm", "list"]).unwrap(), serde_json::json!([]));
@@ -216,4 +225,16 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     here.vmseal(&["vm", "stop", "web1", "--force"]).unwrap();
     let said = here.refused(&["vm", "ssh", "web1"]).unwrap();
     assert!(said.contains("vmseal vm start web1"), "{said}");
+
+    // A guest whose cable is out runs, and is not waited for.
+    here.vmseal(&["vm", "delete", "web1"]).unwrap();
+    let counter = here.counter_image().unwrap();
+    let more = ["--ssh-key", public, "--nic=user,forward=tcp:22,link=down", "--timeout=20s"];
+    let launch = command(text(&counter).unwrap(), &more);
+    let plan = here.vmseal(&[&launch[..], &["--dry-run"]].concat()).unwrap();
+    assert!(plan.contains("wait for nothing more"), "{plan}");
+    let said = here.vmseal(&launch).unwrap();
+    assert!(said.contains("vmseal nic set web1 nic0 --link up"), "{said}");
+    assert_eq!(here.vm("web1").unwrap()["power"], "running");
+    here.vmseal(&["vm", "stop", "web1", "--force"]).unwrap();
 }

@@ -316,6 +316,14 @@ fn what_a_card_cannot_be_connected_to_is_refused_and_nothing_is_left() {
         }
     }
     assert!(here.vm("wrong").is_err());
+    // A VM that is off gets such a card, and it is said that it could not start with it.
+    assert!(create("off", &[]).status.success());
+    let added = here.try_vmseal(&["nic", "add", "off", "--nic", "bridge=br7"]).unwrap();
+    let said = String::from_utf8(added.stderr).unwrap();
+    assert!(added.status.success(), "{said}");
+    assert!(said.contains("warning: VM 'off' could not start with it now: "), "{said}");
+    assert!(said.contains("no bridge 'br7'"), "{said}");
+    assert_eq!(here.vm("off").unwrap()["nics"].as_array().unwrap().len(), 1);
 
     // What it has lost since refuses the start.
     drop(taken);

@@ -349,9 +349,18 @@ fn a_disk_that_does_not_fit_fails_and_leaves_nothing() {
     let Some(small) = SmallDatastore::add(&here, 16 << 20) else { return };
     let image = here.path("large.raw");
     std::fs::write(&image, vec![0x5a; 32 << 20]).unwrap();
+    let disk = format!("datastore=small,format=raw,image={}", text(&image).unwrap());
+    // That of an image is seen before anything is made.
     for policy in ["encrypted", "plain"] {
-        let disk = format!("datastore=small,format=raw,image={}", text(&image).unwrap());
         let said = here.refused(&create("large", policy, &disk)).unwrap();
+        assert!(said.contains(text(&small.0).unwrap()), "{said}");
+        let tasks = here.json(&["task", "list"]).unwrap();
+        assert!(!tasks.to_string().contains("vm.create"), "{tasks}");
+    }
+    // Of an empty disk that takes all of its room at once its task says it.
+    for (policy, encrypt) in [("sealed-whole", "--encrypt"), ("open-whole", "--plain")] {
+        here.vmseal(&["policy", "create", policy, encrypt, "--preallocate"]).unwrap();
+        let said = here.refused(&create("large", policy, "datastore=small,size=32MiB")).unwrap();
         println!("refused: {}", said.trim());
         let tasks = here.json(&["task", "list"]).unwrap();
         let last = tasks.as_array().unwrap().last().unwrap().clone();

@@ -97,7 +97,9 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
     here.vmseal(&[&["vm", "create", "y", "--policy", "plain"][..], &disk].concat()).unwrap();
     let disk = format!("datastore=local,size=1MiB,name=more,image={image},format=raw");
     let add = ["disk", "add", "y", "--disk", &disk, "--dry-run"];
-    assert!(here.refused(&add).unwrap().contains("--force"));
+    for add in [&add[..], &add[..5]] {
+        assert!(here.refused(add).unwrap().contains("--force"));
+    }
     here.vmseal(&[&add[..], &["--force"]].concat()).unwrap();
     here.vmseal(&["vm", "delete", "y"]).unwrap();
     let writer = File::options().append(true).open(image).unwrap();
@@ -107,6 +109,9 @@ fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
     drop(writer);
     assert!(here.datastore_entries(&here.path("datastore")).unwrap().is_empty());
     assert!(here.refused(&["vm", "show", "x"]).unwrap().contains("no VM"));
+    let tasks = here.json(&["task", "list"]).unwrap();
+    let is_done = |task: &serde_json::Value| task["state"] == "done";
+    assert!(tasks.as_array().unwrap().iter().all(is_done), "a task was begun: {tasks}");
 }
 
 /// An export is slowed, paused and goes on, and the file holds what the disk does.

@@ -1,5 +1,6 @@
 //! `vmseal vm launch`: a VM from an image, created, started, and waited for until it is reached by SSH.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use vmseal_api::client::ServerClient;
 use vmseal_api::hardware::{Firmware, Hardware};
 use vmseal_api::host::Power;
 use vmseal_api::model::{Datastore, Host, Task, Vm};
+use vmseal_api::nic::NicLink;
 use vmseal_api::request::{CreateDisk, CreateVm};
 use vmseal_api::size::Size;
 use vmseal_api::transfer::ImageFormat;
@@ -89,7 +91,11 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         if !is_there {
             plan.steps.insert(0, format!("build the image '{DEBIAN}', which takes some minutes"));
         }
-        plan.steps.push("start it, and wait until its SSH server answers".to_owned());
+        let step = match request.nics.iter().any(|nic| nic.link == NicLink::Up) {
+            true => "start it, and wait until its SSH server answers",
+            false => "start it, and wait for nothing more, as no link of its network cards is up",
+        };
+        plan.steps.push(step.to_owned());
         return plan::show(output, &plan);
     }
     if !is_there {
@@ -120,10 +126,13 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         return Err(error);
     }
     let vm = reached(server, &options.name, options.timeout).await?;
+    let cut_off = cut_off(&vm);
     if output != Output::Table {
+        cut_off.iter().for_each(print::say);
         return print::one(output, &vm, &[]);
     }
-    print::words(&format!("{} is up; log in: vmseal vm ssh {0}", vm.name))
+    let up = || format!("{} is up; log in: vmseal vm ssh {0}", vm.name);
+    print::words(&cut_off.unwrap_or_else(up))
 }
 
 async fn start(server: &ServerClient, path: &str) -> anyhow::Result<()> {
@@ -261,13 +270,11 @@ fn format_of(image: &Path) -> Option<ImageFormat> {
     }
 }
 
-/// Waits until the VM's SSH server answers.
+/// Waits until the VM's SSH server answers. Where no link of its network cards is up, it cannot: that is the end, too ([`cut_off`]).
 async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow::Result<Vm> {
     let begun = Instant::now();
-    print::say(format_args!(
-        "waiting for the guest's SSH server; its console, from another terminal: vmseal vm console {name}"
-    ));
     let path = format!("vms/{name}");
+    let mut is_told = false;
     loop {
         let vm: Vm = across(server, async || server.get(&path).await).await?;
         let name = &vm.name;
@@ -279,24 +286,21 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
             );
             return Err(Ended::new(Exit::Failed, message).into());
         }
-        let places = ssh::places(&vm.nics);
+        // Whether it runs is not known while its host does not answer.
+        if vm.power.is_some() && cut_off(&vm).is_some() {
+            return Ok(vm);
+        }
+        if !std::mem::replace(&mut is_told, true) {
+            print::say(format_args!(
+                "waiting for the guest's SSH server; its console, from another terminal: vmseal vm console {name}"
+            ));
+        }
+        let places = ssh::places(ssh::plugged(&vm.nics));
         if ssh::answering(&places).await.is_some() {
             return Ok(vm);
         }
         if begun.elapsed() > timeout {
-            let what = match &places[..] {
-                [] => ssh::NOT_KNOWN.to_owned(),
-                [at] => format!(
-                    "nothing answers as an SSH server at {at} (if its host is another machine, forward the port there to an address of its own)"
-                ),
-                several => {
-                    let all: Vec<_> = several.iter().map(ToString::to_string).collect();
-                    format!("nothing answers as an SSH server at any of {}", all.join(", "))
-                }
-            };
-            let message =
-                format!("VM '{name}' runs, but {what}; look at it: vmseal vm console {name}");
-            return Err(Ended::new(Exit::NoAnswer, message).into());
+            return Err(no_answer(name, &places).into());
         }
         let interrupted = tokio::select! {
             Ok(()) = tokio::signal::ctrl_c() => true,
@@ -307,6 +311,46 @@ async fn reached(server: &ServerClient, name: &str, timeout: Duration) -> anyhow
             return Err(Ended::new(Exit::Interrupted, message).into());
         }
     }
+}
+
+/// The end of a wait that was too long.
+fn no_answer(name: &str, places: &[SocketAddr]) -> Ended {
+    let what = match places {
+        [] => ssh::NOT_KNOWN.to_owned(),
+        [at] => format!(
+            "nothing answers as an SSH server at {at} (if its host is another machine, forward the port there to an address of its own)"
+        ),
+        several => {
+            let all: Vec<_> = several.iter().map(ToString::to_string).collect();
+            format!("nothing answers as an SSH server at any of {}", all.join(", "))
+        }
+    };
+    let message = format!("VM '{name}' runs, but {what}; look at it: vmseal vm console {name}");
+    Ended::new(Exit::NoAnswer, message)
+}
+
+/// Why the guest of a VM that runs cannot be reached by any network card, and what to do; none where a link is up.
+fn cut_off(vm: &Vm) -> Option<String> {
+    if ssh::plugged(&vm.nics).next().is_some() {
+        return None;
+    }
+    let name = &vm.name;
+    let why = match &vm.nics[..] {
+        [] => format!(
+            "it has no network card: add one (vmseal nic add {name} --nic user,forward=tcp:22)"
+        ),
+        [nic] => format!(
+            "the link of its network card '{0}' is down: plug it in (vmseal nic set {name} {0} --link up)",
+            nic.name
+        ),
+        [first, ..] => format!(
+            "the links of all its network cards are down: plug one in (vmseal nic set {name} {} --link up)",
+            first.name
+        ),
+    };
+    Some(format!(
+        "VM '{name}' runs, and nobody waits for its guest's SSH server: {why}, and log in then (vmseal vm ssh {name})"
+    ))
 }
 
 #[cfg(test)]
@@ -352,6 +396,34 @@ mod tests {
             assert_eq!(refusal_of_place(&[host], file), None, "{}", host.name);
         }
         assert_eq!(refusal_of_place(&[], file), None);
+    }
+
+    #[test]
+    fn a_guest_without_a_link_is_not_waited_for_and_what_to_do_is_said() {
+        let with = |links: &[&str]| {
+            let card = |(index, link): (usize, &&str)| {
+                json!({
+                    "id": format!("0190b5a0-0000-7000-8000-00000000000{index}"), "name": format!("nic{index}"),
+                    "mac": "52:54:00:12:34:56", "model": "virtio", "backend": { "kind": "user" }, "link": link,
+                })
+            };
+            let nics: Vec<_> = links.iter().enumerate().map(card).collect();
+            let vm = json!({
+                "id": "0190b5a0-0000-7000-8000-000000000009", "name": "web", "host": "here",
+                "policy": "encrypted", "vcpus": 1, "memory": 512 << 20, "disks": [],
+                "lifecycle": "ready", "power": "running", "nics": nics,
+            });
+            serde_json::from_value::<Vm>(vm).unwrap()
+        };
+        for (links, told) in [
+            (&[][..], "vmseal nic add web"),
+            (&["down"], "card 'nic0' is down: plug it in (vmseal nic set web nic0 --link up)"),
+            (&["down", "down"], "cards are down: plug one in (vmseal nic set web nic0 --link up)"),
+        ] {
+            let said = cut_off(&with(links)).unwrap();
+            assert!(said.starts_with("VM 'web' runs") && said.contains(told), "{said}");
+        }
+        assert_eq!(cut_off(&with(&["down", "up"])), None);
     }
 
     #[test]

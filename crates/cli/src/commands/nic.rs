@@ -23,6 +23,10 @@ pub async fn run(
         arguments::Nic::Add { vm, nic, dry_run, wait } => {
             let request = nic_option::parse(&nic)?;
             let path = format!("vms/{vm}/nics");
+            if !dry_run.dry_run {
+                // Only a plan says with which card a VM that is off could not start.
+                plan::warn(&server.try_post(&path, &request).await?);
+            }
             task::begin(server, output, &path, &request, &dry_run, &wait).await
         }
         arguments::Nic::Remove { vm, nic, dry_run, wait } => {

@@ -164,7 +164,7 @@ fn require_running(vm: &Vm) -> anyhow::Result<()> {
 }
 
 /// The cards whose links are up.
-fn plugged(nics: &[Nic]) -> impl Iterator<Item = &Nic> + Clone {
+pub fn plugged(nics: &[Nic]) -> impl Iterator<Item = &Nic> + Clone {
     nics.iter().filter(|nic| nic.link == NicLink::Up)
 }
 

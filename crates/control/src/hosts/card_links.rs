@@ -62,6 +62,11 @@ impl CardLinks {
         Ok(())
     }
 
+    /// What stood against telling a host of a VM is settled: its links are set at once, however long ago that was refused.
+    pub(super) fn try_again(&mut self, vm: VmId) {
+        self.failed.remove(&vm);
+    }
+
     /// Notes why the links of a VM could not be set.
     fn note(&mut self, vm: VmId, problem: Problem) {
         if self.failed.get(&vm).is_none_or(|(known, _)| *known != problem) {

@@ -395,6 +395,7 @@ impl Monitor {
     fn set_settled(&mut self, vm: VmId) {
         self.older.remove(&vm);
         self.deliveries.try_again(vm);
+        self.links.try_again(vm);
     }
 
     /// Registers a VM; false if a task has begun to remove it since, or another host has it since.

@@ -38,9 +38,8 @@ pub async fn create(
 ) -> Result<Outcome<Task>, Problem> {
     caller.require(Privilege::VmConfigure)?;
     check(&request)?;
-    let (id, name) = (VmId::new(), request.name.clone());
-    let documents =
-        request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, &name));
+    let (id, name) = (VmId::new(), &request.name);
+    let documents = request.cloud_init.as_ref().map(|asked| cloud_init::documents(asked, id, name));
     let documents = documents.transpose()?;
     let mut hardware = request.hardware.clone();
     hardware.cpu_model = cpu_model(services, &request).await?;
@@ -48,8 +47,72 @@ pub async fn create(
     let key_box = ask_host(services, &host, id, &request, &hardware)
         .await
         .map_err(|problem| of_policy(problem, &request, &hardware))?;
+    let chosen = Chosen { id, host, hardware };
     let mut write = services.store.write().await?;
-    let policy = policies::find(&mut write, &request.policy).await?.ok_or_else(|| Problem {
+    let mut reserved = reserve(services, caller, &mut write, &request, &chosen).await?;
+    if dry_run {
+        return planned(services, caller, write, reserved).await;
+    }
+    if reserved.disks.iter().any(is_filled_from_file) {
+        // No transaction is held during a call to a host. So what this one reserves is given up, and reserved again after the call.
+        drop(write);
+        let Reserved { vm, disks, cards, .. } = &reserved;
+        examine_those(services, vm, disks, cards, is_filled_from_file)
+            .await
+            .map_err(nothing_was_begun)?;
+        write = services.store.write().await?;
+        reserved = reserve(services, caller, &mut write, &request, &chosen).await?;
+    }
+    let Reserved { vm, for_cloud_init, .. } = &reserved;
+    let sealed = match (documents, *for_cloud_init, key_box) {
+        (Some(documents), Some(disk), Some(key_box)) => {
+            Some(cloud_init::seal(key_box, vm, disk, &documents)?)
+        }
+        _ => None,
+    };
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: None };
+    begin(services, write, operation, vm, caller, dry_run).await
+}
+
+/// The problem of a host that was only asked, before anything is on record. For clients `timed-out` leaves in doubt whether something was
+/// begun, and here it is known.
+pub(super) fn nothing_was_begun(problem: Problem) -> Problem {
+    match problem.code {
+        ErrorCode::TimedOut => {
+            let detail = format!("{}. Nothing was begun", problem.detail);
+            Problem::new(ErrorCode::Unreachable, detail)
+        }
+        _ => problem,
+    }
+}
+
+/// What is chosen for a new VM before the transaction that reserves it.
+struct Chosen {
+    id: VmId,
+    host: ChosenHost,
+    hardware: Hardware,
+}
+
+/// A new VM that is in the inventory, with its disks and network cards.
+struct Reserved {
+    vm: vms::Vm,
+    disks: Vec<disks::Disk>,
+    cards: Vec<NicSpec>,
+    /// The disk with the documents, where there are some.
+    for_cloud_init: Option<DiskId>,
+    /// What a plan warns of.
+    in_directories: Option<String>,
+}
+
+/// Checks what the inventory knows, and puts the VM into it.
+async fn reserve(
+    services: &Services,
+    caller: &Caller,
+    write: &mut Write<'_>,
+    request: &CreateVm,
+    Chosen { id, host, hardware }: &Chosen,
+) -> Result<Reserved, Problem> {
+    let policy = policies::find(write, &request.policy).await?.ok_or_else(|| Problem {
         field: Some("policy".to_owned()),
         ..Problem::not_found("policy", &request.policy)
     })?;
@@ -57,8 +120,8 @@ pub async fn create(
         caller.require(Privilege::EncryptNew)?;
     }
     hardware::check_tpm(&request.hardware, &policy)?;
-    let provider = provider_of(services, &mut write, &policy).await?;
-    let mut made = place(&mut write, &request.disks, &policy, &host).await?;
+    let provider = provider_of(services, write, &policy).await?;
+    let mut made = place(write, &request.disks, &policy, host).await?;
     image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
     stalls::require(&services.hosts, (host.id, &host.name), &policy)?;
     let in_directories = image_layouts::in_directories(&policy, &made);
@@ -66,63 +129,69 @@ pub async fn create(
     room::check_memory(services, host.id, &host.name, request.memory)?;
     // It may have changed since.
     check_cpu_model(&policy, hardware.cpu_model.as_deref())?;
-    let cards = super::nics::place(&mut write, &request.nics).await?;
-    if documents.is_some() {
-        made.extend(cloud_init::disk(&made, policy.encryption));
-    }
-    let for_cloud_init = made.last().map(|disk| disk.id);
+    let cards = super::nics::place(write, &request.nics).await?;
+    let documents = request.cloud_init.as_ref();
+    let documents = documents.and_then(|_| cloud_init::disk(&made, policy.encryption));
+    let for_cloud_init = documents.as_ref().map(|disk| disk.id);
+    made.extend(documents);
     let taken = request.uefi_variables.as_deref();
     made.extend(hardware::variables(hardware.firmware, &made, policy.encryption, taken));
-    made.extend(hardware::tpm(&hardware, &made, request.tpm_state.as_deref()));
+    made.extend(hardware::tpm(hardware, &made, request.tpm_state.as_deref()));
     let vm = vms::Vm {
-        id,
-        name,
-        description: request.description,
-        labels: request.labels,
+        id: *id,
+        name: request.name.clone(),
+        description: request.description.clone(),
+        labels: request.labels.clone(),
         autostart: request.autostart,
         migration_encryption: Default::default(),
         on_drain: Default::default(),
         template: false,
         host: host.id,
-        host_name: host.name,
+        host_name: host.name.clone(),
         policy: policy.id,
         policy_name: policy.name,
         vcpus: request.vcpus,
         memory: request.memory,
-        hardware,
+        hardware: hardware.clone(),
         provider: provider.map(|provider| provider.id),
         key: None,
         lifecycle: Lifecycle::Creating,
         seen_power: None,
         seen_stopped: None,
     };
-    vms::insert(&mut write, &vm).await?;
+    vms::insert(write, &vm).await?;
     for (position, disk) in made.iter().enumerate() {
-        disks::insert(&mut write, vm.id, position, disk).await?;
+        disks::insert(write, vm.id, position, disk).await?;
     }
     for (position, nic) in cards.iter().enumerate() {
-        nics::insert(&mut write, vm.id, position, nic).await?;
+        nics::insert(write, vm.id, position, nic).await?;
     }
-    if dry_run {
-        let operation = Operation::CreateVm { vm: vm.id, cloud_init: None, copies: None };
-        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
-        // No transaction is held during a call to a host.
-        drop(write);
-        examine_disks(services, &vm, &made, &cards).await?;
-        let mut warnings = room::examine(services, &vm, &made).await?;
-        warnings.extend(in_directories);
-        let mut planned = Plan { warnings, ..plan(&task, &vm) };
-        planned.steps.insert(0, room::understood(&vm, &made));
-        return Ok(Outcome::Planned(planned));
-    }
-    let sealed = match (documents, for_cloud_init, key_box) {
-        (Some(documents), Some(disk), Some(key_box)) => {
-            Some(cloud_init::seal(key_box, &vm, disk, &documents)?)
-        }
-        _ => None,
-    };
-    let operation = Operation::CreateVm { vm: vm.id, cloud_init: sealed, copies: None };
-    begin(services, write, operation, &vm, caller, dry_run).await
+    Ok(Reserved { vm, disks: made, cards, for_cloud_init, in_directories })
+}
+
+/// What would be done for a VM, which is not kept in the inventory.
+async fn planned(
+    services: &Services,
+    caller: &Caller,
+    mut write: Write<'_>,
+    reserved: Reserved,
+) -> Result<Outcome<Task>, Problem> {
+    let Reserved { vm, disks, cards, in_directories, .. } = reserved;
+    let operation = Operation::CreateVm { vm: vm.id, cloud_init: None, copies: None };
+    let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+    // No transaction is held during a call to a host.
+    drop(write);
+    examine_disks(services, &vm, &disks, &cards).await?;
+    let mut warnings = room::examine(services, &vm, &disks).await?;
+    warnings.extend(in_directories);
+    let mut planned = Plan { warnings, ..plan(&task, &vm) };
+    planned.steps.insert(0, room::understood(&vm, &disks));
+    Ok(Outcome::Planned(planned))
+}
+
+/// Whether a disk gets what is in a file of its host, which may be wrong: an image, variables of UEFI, or what a TPM keeps.
+fn is_filled_from_file(disk: &disks::Disk) -> bool {
+    disk.image.is_some()
 }
 
 /// The processor model of a VM: the one that it asks for, else that of its policy.
@@ -273,9 +342,23 @@ pub(super) async fn examine_disks(
     made: &[disks::Disk],
     cards: &[NicSpec],
 ) -> Result<(), Problem> {
+    examine_those(services, vm, made, cards, |_| true).await
+}
+
+/// The same of some of them.
+async fn examine_those(
+    services: &Services,
+    vm: &vms::Vm,
+    made: &[disks::Disk],
+    cards: &[NicSpec],
+    is_meant: fn(&disks::Disk) -> bool,
+) -> Result<(), Problem> {
     let agent = services.hosts.connected(vm.host)?;
     let spec = crate::hosts::spec_of(vm, made, cards);
     for (index, (disk, made)) in spec.disks().zip(made).enumerate() {
+        if !is_meant(made) {
+            continue;
+        }
         let new = new_disk(disk, made.image.clone(), &vm.hardware);
         let of_machine = new.taken_variables().is_some() || new.taken_tpm_state().is_some();
         agent.examine_disk(new).await.map_err(|problem| Problem {

@@ -5,6 +5,7 @@ use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::filter::{CRYPT_SECTOR, check_caches};
 use vmseal_api::host::version::{GROW_DISK, GROW_REPLICA, SET_RUNNING};
 use vmseal_api::host::{DiskRole, HostAgent, NewDisk, NicSpec, Power, VmChange};
+use vmseal_api::id::VmId;
 use vmseal_api::model::Task;
 use vmseal_api::nic::{NICS_MAX, NicToCheck, check_nics};
 use vmseal_api::problem::{ErrorCode, Problem};
@@ -12,7 +13,7 @@ use vmseal_api::request::{AddDisk, CreateDisk, CreateNic, DISK_SIZE_MAX, DISKS_M
 use vmseal_api::size::Size;
 
 use super::caller::{Caller, Privilege};
-use super::create_vm::{ChosenHost, check_disk, place};
+use super::create_vm::{ChosenHost, check_disk, nothing_was_begun, place};
 use super::vms::{begin, find, power, require_no_template, require_ready};
 use super::{Outcome, Services, examine_change, image_layouts, room};
 use crate::operation::Operation;
@@ -20,7 +21,7 @@ use crate::stalls;
 use crate::store::disks::{self, Disk};
 use crate::store::policies::Policy;
 use crate::store::vms::Vm;
-use crate::store::{nics, policies, snapshots};
+use crate::store::{Write, nics, policies, snapshots, vms};
 use crate::tasks::Engine;
 
 /// Adds a disk to a VM.
@@ -35,19 +36,76 @@ pub async fn add_disk(
     let (vm, known) = find(services, vm).await?;
     let (request, chosen) = on_datastore(request, &vm.name, &known)?;
     check_disk(&request).map_err(|(field, detail)| Problem::invalid(field, detail))?;
-    require_ready(&vm)?;
-    require_no_template(&vm)?;
+    may_have_more(caller, &vm, &known, &request)?;
+    let agent = changeable(services, &vm).await?;
+    let mut write = services.store.write().await?;
+    let (mut vm, policy, mut disk) =
+        reserve_disk(services, caller, &mut write, vm.id, &request).await?;
+    if dry_run {
+        let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
+        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
+        // No transaction is held during a call to a host.
+        drop(write);
+        let spec = crate::hosts::spec_of_disk(&disk);
+        agent.examine_disk(new_disk(&disk)).await?;
+        let change = VmChange::AddDisk { disk: Box::new(spec) };
+        let mut plan = super::vms::plan(&task, &vm);
+        let in_the_clear = in_the_clear(&policy, &disk);
+        plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
+        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
+        plan.warnings.extend(room::examine_added(services, &vm, &disk).await?);
+        plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
+        return Ok(Outcome::Planned(plan));
+    }
+    if disk.image.is_some() {
+        // No transaction is held here, either: what this one reserves is given up, and reserved again after the call.
+        drop(write);
+        agent.examine_disk(new_disk(&disk)).await.map_err(nothing_was_begun)?;
+        write = services.store.write().await?;
+        (vm, _, disk) = reserve_disk(services, caller, &mut write, vm.id, &request).await?;
+    }
+    let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
+    begin(services, write, operation, &vm, caller, dry_run).await
+}
+
+/// A disk that is to be added, as its host is asked about it.
+fn new_disk(disk: &Disk) -> NewDisk {
+    let (spec, source) = (crate::hosts::spec_of_disk(disk), disk.image.clone());
+    NewDisk { disk: spec, source, firmware: None }
+}
+
+/// Refuses another disk for a VM that has these, as far as the inventory tells.
+fn may_have_more(
+    caller: &Caller,
+    vm: &Vm,
+    known: &[Disk],
+    request: &CreateDisk,
+) -> Result<(), Problem> {
+    require_ready(vm)?;
+    require_no_template(vm)?;
     if known.iter().any(|disk| disk.encrypted) {
         caller.require(Privilege::EncryptNew)?;
     }
-    check_name(&request, &known)?;
-    let agent = changeable(services, &vm).await?;
-    let mut write = services.store.write().await?;
-    let policy = policies::find(&mut write, &vm.policy.to_string()).await?;
+    check_name(request, known)
+}
+
+/// Puts a disk that is to be added into the inventory; it is given to the VM when it is made. Returns the VM and its policy as well.
+async fn reserve_disk(
+    services: &Services,
+    caller: &Caller,
+    write: &mut Write<'_>,
+    vm: VmId,
+    request: &CreateDisk,
+) -> Result<(Vm, Policy, Disk), Problem> {
+    // Read in the transaction: the VM may have been changed while its host was asked.
+    let vm = vms::get(write, vm).await?.ok_or_else(|| Problem::not_found("VM", vm))?;
+    let known = disks::of_vm(write, vm.id).await?;
+    may_have_more(caller, &vm, &known, request)?;
+    let policy = policies::find(write, &vm.policy.to_string()).await?;
     let policy = policy.ok_or_else(|| Problem::not_found("policy", &vm.policy_name))?;
-    require_key(&vm, &policy, &request)?;
+    require_key(&vm, &policy, request)?;
     let host = ChosenHost { id: vm.host, name: vm.host_name.clone() };
-    let mut made = place(&mut write, std::slice::from_ref(&request), &policy, &host)
+    let mut made = place(write, std::slice::from_ref(request), &policy, &host)
         .await
         .map_err(|problem| Problem { field: problem.field.map(of_disk), ..problem })?;
     image_layouts::require(services, (host.id, &host.name), &policy, &made)?;
@@ -68,26 +126,10 @@ pub async fn add_disk(
         let detail = format!("policy '{}' gives each disk a cache: {what}", vm.policy_name);
         Problem::invalid("cache", detail)
     })?;
-    let position = disks::next_position(&mut write, vm.id).await?;
+    let position = disks::next_position(write, vm.id).await?;
     let disk = Disk { detached: true, ..disk };
-    disks::insert(&mut write, vm.id, position, &disk).await?;
-    let operation = Operation::AddDisk { vm: vm.id, disk: disk.id };
-    if dry_run {
-        let task = Engine::record(&mut write, operation, &vm.name, caller.name()).await?;
-        // No transaction is held during a call to a host.
-        drop(write);
-        let (spec, source) = (crate::hosts::spec_of_disk(&disk), disk.image.clone());
-        agent.examine_disk(NewDisk { disk: spec.clone(), source, firmware: None }).await?;
-        let change = VmChange::AddDisk { disk: Box::new(spec) };
-        let mut plan = super::vms::plan(&task, &vm);
-        let in_the_clear = in_the_clear(&policy, &disk);
-        plan.steps = chosen.into_iter().chain(in_the_clear).chain(plan.steps).collect();
-        plan.warnings.extend(examine_change::ask(services, &vm, change).await?);
-        plan.warnings.extend(room::examine_added(services, &vm, &disk).await?);
-        plan.warnings.extend(image_layouts::in_directories(&policy, &[disk]));
-        return Ok(Outcome::Planned(plan));
-    }
-    begin(services, write, operation, &vm, caller, dry_run).await
+    disks::insert(write, vm.id, position, &disk).await?;
+    Ok((vm, policy, disk))
 }
 
 /// The disk on the datastore that it names, or else on that of the VM's first disk; then it is said which that is. The guest's
@@ -412,8 +454,11 @@ pub async fn remove_nic(
 mod tests {
     use vmseal_api::host::{DatastoreLocation, DatastoreSpec};
     use vmseal_api::id::{DatastoreId, DiskId};
+    use vmseal_api::model::Lifecycle;
+    use vmseal_secret::sealed_box::Recipient;
 
     use super::*;
+    use crate::testing::Fixture;
 
     /// A disk on a datastore of its own, `NAMEs`.
     fn disk(name: &str, role: DiskRole, detached: bool) -> Disk {
@@ -464,5 +509,33 @@ mod tests {
         assert_eq!(placed.datastore, tpm.datastore.datastore.to_string());
         let refused = on_datastore(request(None), "web", &[coming]).unwrap_err();
         assert_eq!(refused.field.as_deref(), Some("datastore"), "{refused}");
+    }
+
+    /// It may have been changed while its host was asked.
+    #[tokio::test]
+    async fn a_vm_is_read_again_when_a_disk_is_reserved_for_it() {
+        let fixture = Fixture::new().await;
+        let vm = fixture.made("web", "encrypted").await;
+        let services = fixture.services(Recipient::generate().unwrap());
+        let me = Caller::administrator("me");
+        let named = |number: usize| CreateDisk {
+            name: format!("more{number}"),
+            datastore: "local".to_owned(),
+            size: 1 << 20,
+            image: None,
+            format: None,
+            force: false,
+            encrypted: None,
+        };
+        let mut write = fixture.store.write().await.unwrap();
+        for number in fixture.disks(vm).await.len()..DISKS_MAX {
+            reserve_disk(&services, &me, &mut write, vm, &named(number)).await.unwrap();
+        }
+        let last = named(DISKS_MAX);
+        let refused = reserve_disk(&services, &me, &mut write, vm, &last).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::LimitExceeded, "{refused}");
+        vms::set_lifecycle(&mut write, vm, Lifecycle::Deleting).await.unwrap();
+        let refused = reserve_disk(&services, &me, &mut write, vm, &last).await.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
     }
 }

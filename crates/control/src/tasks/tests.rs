@@ -29,6 +29,7 @@ mod dumps;
 mod evacuate;
 mod forced;
 mod held;
+mod images;
 mod limits;
 mod matrix;
 mod migrate;

@@ -152,8 +152,16 @@ async fn a_dry_run_is_refused_as_the_request_would_be() {
     for image in ["/no/such/image", "/etc/hostname"] {
         let mut request = from(image);
         request["disks"][0]["name"] = json!("first");
-        let answer = api.post("vms?dry_run=true", request).await;
-        answer.assert_field("disks[1].image");
+        // Nor is a task begun that would fail.
+        for path in ["vms?dry_run=true", "vms"] {
+            let answer = api.post(path, request.clone()).await;
+            answer.assert_field("disks[1].image");
+            assert!(answer.body["detail"].to_string().contains(image), "{}", answer.body);
+        }
+        let disk = json!({ "name": "more", "size": 1 << 20, "image": image, "format": "qcow2" });
+        for path in ["vms/web/disks?dry_run=true", "vms/web/disks"] {
+            api.post(path, disk.clone()).await.assert_field("image");
+        }
     }
     // A request without dry runs is not carried out instead, however the query is spelt.
     for query in ["dry_run=true", "dry%5Frun=true", "x=1"] {

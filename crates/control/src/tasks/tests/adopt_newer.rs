@@ -5,7 +5,7 @@ use vmseal_api::drain::OnDrain;
 use vmseal_api::host::version::COMPARE_RESTORED;
 use vmseal_api::host::{Device, HostAgent, NicSpec, VmSpec};
 use vmseal_api::id::NicId;
-use vmseal_api::nic::NicBackend;
+use vmseal_api::nic::{NicBackend, NicLink};
 use vmseal_api::request::SetVm;
 use vmseal_api::size::Size;
 use vmseal_secret::sealed_box::Recipient;
@@ -556,6 +556,30 @@ async fn a_vm_that_is_newer_is_changed_only_when_it_is_adopted_or_kept_as_it_is(
     fixture
         .eventually("its alarm is over", async || (!is_alarm(&fixture).await).then_some(()))
         .await;
+}
+
+/// Its host was to be told of the link before, and that was refused.
+#[tokio::test]
+async fn a_guest_gets_the_link_of_the_inventory_at_once_when_its_vm_is_kept_as_it_is() {
+    let fixture = Fixture::new().await;
+    let vm = made(&fixture, "web").await;
+    fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
+    // Nobody compares it meanwhile.
+    fixture.agent.set_reachable(false);
+    let mut write = fixture.store.write().await.unwrap();
+    let nic = nics::of_vm(&mut write, vm).await.unwrap().remove(0).nic;
+    nics::set_link(&mut write, nic, NicLink::Down).await.unwrap();
+    write.commit().await.unwrap();
+    tell(&fixture, "server.restored", "server").await;
+    fixture.agent.set_reachable(true);
+    fixture.eventually("it is an alarm", async || is_alarm(&fixture).await.then_some(())).await;
+    fixture.connected().await;
+    let is_down =
+        || fixture.agent.runs_with(vm).unwrap().nics().all(|nic| nic.link == NicLink::Down);
+    assert!(!is_down(), "its host was told of it");
+    let vms = vec![vm.to_string()];
+    asked(&fixture, AdoptVms { vms, discard_newer: true, ..AdoptVms::default() }, false).await;
+    fixture.eventually("the link is down", async || is_down().then_some(())).await;
 }
 
 /// The task may be the one that takes what is newer.

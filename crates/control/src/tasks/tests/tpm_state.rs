@@ -48,7 +48,7 @@ async fn a_state_becomes_what_the_encrypted_disk_of_the_tpm_is_made_of() {
 }
 
 #[tokio::test]
-async fn what_is_no_state_is_refused_by_a_dry_run_and_undone_by_the_task() {
+async fn what_is_no_state_is_refused_and_nothing_is_made() {
     let fixture = Fixture::new().await;
     let mut encrypted = STATE;
     encrypted[5] = 9;
@@ -61,7 +61,7 @@ async fn what_is_no_state_is_refused_by_a_dry_run_and_undone_by_the_task() {
         if content.is_none() {
             std::fs::remove_file(&path).unwrap();
         }
-        uefi_variables::refused_and_undone(&fixture, || request(&path), "tpm_state", told).await;
+        uefi_variables::refused_and_not_made(&fixture, || request(&path), "tpm_state", told).await;
     }
 }
 

@@ -11,6 +11,7 @@ use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
 use crate::services::{Caller, Outcome, create_vm};
+use crate::store::vms;
 
 /// Variables without keys of secure boot, of the package that VMs with UEFI need.
 const PLAIN: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
@@ -41,8 +42,8 @@ async fn variables_of_a_file_become_the_encrypted_disk_of_the_firmware() {
     assert_eq!(disk.image.as_ref().unwrap().path, Path::new(PLAIN));
 }
 
-/// A dry run of this creation is refused because of this field, and its task fails for that and leaves nothing.
-pub(super) async fn refused_and_undone(
+/// This creation is refused because of this field, also where it is only tried, and nothing is made.
+pub(super) async fn refused_and_not_made(
     fixture: &Fixture,
     request: impl Fn() -> CreateVm,
     field: &str,
@@ -50,20 +51,19 @@ pub(super) async fn refused_and_undone(
 ) {
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
-    let refused = create_vm::create(&services, &me, request(), true).await.unwrap_err();
-    assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
-    assert!(refused.detail.contains(told), "{refused}");
-    let begun = create_vm::create(&services, &me, request(), false).await.unwrap();
-    let Outcome::Done(task) = begun else { panic!("nothing was begun") };
-    let ended = fixture.ended(task.id).await;
-    assert_eq!(ended.state, TaskState::Failed);
-    let problem = ended.problem.unwrap();
-    assert_eq!(problem.field.as_deref(), Some(field), "{problem}");
-    fixture.assert_nothing_left(ended.operation.vm().unwrap(), told).await;
+    let begun = fixture.events("task.begun").await.len();
+    for dry_run in [true, false] {
+        let refused = create_vm::create(&services, &me, request(), dry_run).await.unwrap_err();
+        assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
+        assert!(refused.detail.contains(told), "{refused}");
+    }
+    assert_eq!(fixture.events("task.begun").await.len(), begun, "{told}");
+    let mut read = fixture.store.read().await.unwrap();
+    assert!(vms::find(&mut read, &request().name).await.unwrap().is_none(), "{told}");
 }
 
 #[tokio::test]
-async fn what_the_firmware_does_not_read_is_refused_by_a_dry_run_and_undone_by_the_task() {
+async fn what_the_firmware_does_not_read_is_refused_and_nothing_is_made() {
     let fixture = Fixture::new().await;
     let short = fixture.directory.path().join("short.fd");
     std::fs::write(&short, [0; 4096]).unwrap();
@@ -73,7 +73,7 @@ async fn what_the_firmware_does_not_read_is_refused_by_a_dry_run_and_undone_by_t
         (Firmware::Uefi, missing.as_path(), "No such file"),
         (Firmware::UefiSecureBoot, Path::new(PLAIN), "no keys of secure boot"),
     ] {
-        refused_and_undone(&fixture, || request(firmware, file), "uefi_variables", told).await;
+        refused_and_not_made(&fixture, || request(firmware, file), "uefi_variables", told).await;
     }
 }
 
