@@ -309,6 +309,7 @@ impl fmt::Display for Redundancy {
         };
         let layout = self.layout.map(|layout| layout.name().to_owned());
         let chunks = self.data_chunks.map(|chunks| format!("{chunks} data chunks"));
+        let apart = |domain: FailureDomain| format!("each copy in another {}", domain.name());
         let parts = [failures, layout, chunks, self.failure_domain.map(apart)];
         f.write_str(&parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
