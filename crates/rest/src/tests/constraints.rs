@@ -337,7 +337,6 @@ fn of_resources(api: &Api) -> Vec<Try> {
     let coding =
         |chunks: u32| json!({ "failures": 2, "layout": "erasure_coding", "data_chunks": chunks });
     let copies = json!({ "failures": 2, "data_chunks": 4 });
-    let pools_of = |create: &Value| pool(with(&monitors, "/create", create.clone()));
     let key = api.sealed("datastore more", "a key");
     vec![
         Try {
@@ -402,8 +401,6 @@ fn of_resources(api: &Api) -> Vec<Try> {
                     "location.path",
                 ),
                 ("/location", pool(new_pools), "location.pool.create"),
-                ("/location", pools_of(&coding(1)), "location.pool.create.data_chunks"),
-                ("/location", pools_of(&copies), "location.pool.create.data_chunks"),
                 ("/osd_encryption", json!("yes"), "osd_encryption"),
                 ("/key", key.clone(), "key"),
             ],
@@ -430,6 +427,9 @@ fn of_resources(api: &Api) -> Vec<Try> {
             body: json!({ "name": "more", "host": "none", "key": key, "location": pool(monitors) }),
             refused: vec![
                 ("/location/pool/user", json!("a"), "location.pool.user"),
+                ("/location/pool/create", coding(1), "location.pool.create.data_chunks"),
+                ("/location/pool/create", coding(33), "location.pool.create.data_chunks"),
+                ("/location/pool/create", copies, "location.pool.create.data_chunks"),
                 ("/location/pool/keyring", json!("/keyring"), "key"),
                 ("/key", Value::Null, "location.pool.keyring"),
             ],
