@@ -10,10 +10,10 @@ use crate::failure_domain::FailureDomain;
 /// The most failures that a policy can ask disks to outlive: those of vSphere's storage policies.
 pub const FAILURES_MAX: u8 = 3;
 
-/// The fewest data chunks of erasure coding: one would be a copy.
+/// The fewest data chunks of erasure coding: with one, each coding chunk is a copy of it.
 pub const DATA_CHUNKS_MIN: u32 = 2;
 
-/// The most: what Ceph's plugin `isa` takes with as many coding chunks as there may be failures. The other plugins take more.
+/// The most data chunks: Ceph's plugin `isa` takes no more with [`FAILURES_MAX`] coding chunks. The plugin `jerasure` takes more.
 pub const DATA_CHUNKS_MAX: u32 = 32;
 
 /// How a pool keeps data.
@@ -214,11 +214,11 @@ impl Redundancy {
         }
         let Some(chunks) = self.data_chunks else { return Ok(()) };
         if !(DATA_CHUNKS_MIN..=DATA_CHUNKS_MAX).contains(&chunks) {
-            let what = format!("is {chunks}: it must be {DATA_CHUNKS_MIN} to {DATA_CHUNKS_MAX}");
+            let what = format!("must be {DATA_CHUNKS_MIN} to {DATA_CHUNKS_MAX}, not {chunks}");
             return Err(("data_chunks", what));
         }
         if self.layout != Some(Layout::ErasureCoding) {
-            let what = "is for erasure coding alone: ask for that, too (2,erasure-coding)";
+            let what = "is only for erasure coding: ask for that, too (2,erasure-coding)";
             return Err(("data_chunks", what.to_owned()));
         }
         Ok(())

@@ -20,8 +20,8 @@ use crate::pools::failure_domain;
 /// Placement groups that a pool has at first; the cluster adds others as it fills (`pg_autoscale_mode`).
 const GROUPS: u32 = 32;
 
-/// The data chunks of pools of which their number is not said: beside one coding chunk, so that three domains can take them, and beside more:
-/// those of vSphere's RAID 6.
+/// How many data chunks a pool has if nobody says how many: with one coding chunk so few that three failure domains are enough, and with more
+/// coding chunks as many as vSphere's RAID 6.
 const DATA_CHUNKS_BESIDE_ONE: u32 = 2;
 const DATA_CHUNKS_BESIDE_MORE: u32 = 4;
 
@@ -42,10 +42,10 @@ pub enum CreateError {
         "a mirrored pool has its data itself: leave --data-pool away, or ask for erasure-coding"
     )]
     DataPool,
-    /// Pools that are not made: with too many data chunks, or with some and copies.
+    /// A limit is passed, or what is asked for does not go together.
     #[error("{field} {what}")]
     Invalid {
-        /// What of it is wrong.
+        /// Which field of the pool.
         field: &'static str,
         /// What is wrong with it.
         what: String,
@@ -149,7 +149,7 @@ fn data_chunks(asked: NewPools) -> u32 {
     asked.data_chunks.unwrap_or(usual)
 }
 
-/// Refuses pools whose copies or chunks cannot each be in another one of what fails as one, of which the cluster has so many.
+/// Refuses pools with more copies or chunks than failure domains: the cluster has `there` of them.
 fn require_domains(asked: NewPools, domain: &str, there: usize) -> Result<(), CreateError> {
     let failures = u32::from(asked.failures);
     let (needed, what) = match asked.layout {
@@ -312,8 +312,8 @@ mod tests {
             (NewPools::default(), None, "at least one failure"),
             (mirroring, Some("ec"), "leave --data-pool away"),
             (coding(1, None), None, "name it with --data-pool"),
-            (coding(1, Some(1)), Some("ec"), "create.data_chunks is 1: it must be 2 to 32"),
-            (chunks_of_copies, None, "data_chunks is for erasure coding alone"),
+            (coding(1, Some(1)), Some("ec"), "create.data_chunks must be 2 to 32, not 1"),
+            (chunks_of_copies, None, "data_chunks is only for erasure coding"),
         ] {
             let refused = checked(asked, data_pool).unwrap_err().to_string();
             assert!(refused.contains(why), "{refused}");

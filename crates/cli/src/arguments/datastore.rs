@@ -48,8 +48,8 @@ pub struct PoolOptions {
     /// rule says it, which is usually host. The user must be allowed to
     #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool")]
     pub create: Option<NewPools>,
-    /// Of an erasure-coded pool that --create makes, the data chunks (k), 2 to 32: with the failures as coding chunks (m) there must be
-    /// k+m of what fails as one [default: 2 for one failure, 4 for more]
+    /// How many data chunks (k) an erasure-coded pool has that --create makes, 2 to 32. Its coding chunks (m) are as many as the failures,
+    /// and the cluster needs k+m of what fails as one [default: 2 for one failure, 4 for more]
     #[arg(long, value_name = "NUMBER", requires = "create")]
     pub data_chunks: Option<u32>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)

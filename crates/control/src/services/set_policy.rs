@@ -384,7 +384,7 @@ fn changed(
     Ok(after)
 }
 
-/// What a policy asks of redundancy that had `before`, where this is given of it.
+/// What redundancy a policy asks for after a change. What the change does not give stays as it was `before`.
 fn changed_redundancy(
     before: Redundancy,
     redundancy: Option<Redundancy>,
@@ -396,7 +396,7 @@ fn changed_redundancy(
         asked
             .check()
             .map_err(|(field, what)| Problem::invalid(format!("redundancy.{field}"), what))?;
-        // Of another layout they mean nothing.
+        // With another layout their number means nothing.
         let kept = before.data_chunks.filter(|_| asked.layout == before.layout);
         let data_chunks = asked.data_chunks.or(kept);
         let failure_domain = asked.failure_domain.or(before.failure_domain);
