@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::derive::pool_key_fingerprint;
 use vmseal_tests::ceph::{is_installed, said};
@@ -135,6 +135,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.is_empty();
     objects(&bench);
+    room(&bench);
     redundancy(&bench);
     failure_domain(&bench);
     keys(&bench);
@@ -179,6 +180,27 @@ fn objects(bench: &CephInstallation) {
     bench.is_empty();
 }
 
+/// A preallocated disk has the room of its whole length when it is made, a thin one that of little more than its header.
+fn room(bench: &CephInstallation) {
+    const SIZE: u64 = 64 << 20;
+    let here = &bench.here;
+    here.vmseal(&["policy", "create", "thick", "--encrypt", "--preallocate"]).unwrap();
+    for (policy, allocation) in [("thick", "preallocated"), ("encrypted", "thin")] {
+        let disk = "datastore=ceph,name=data,size=64MiB";
+        here.vmseal(&["vm", "create", "room", "--policy", policy, "--disk", disk]).unwrap();
+        assert_eq!(here.vm("room").unwrap()["disks"][0]["allocation"], allocation);
+        let images = bench.images();
+        assert_eq!(images.len(), 1, "{images:?}");
+        let told = bench.cluster.rbd(&["du", "--format", "json", &images[0]]);
+        let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+        let used = told["images"][0]["used_size"].as_u64().unwrap();
+        let is_right = if policy == "thick" { used >= SIZE } else { used < SIZE / 2 };
+        assert!(is_right, "{policy}: {told}");
+        here.vmseal(&["vm", "delete", "room"]).unwrap();
+        bench.is_empty();
+    }
+}
+
 /// What pools outlive is shown, policies ask for it, and pools that do are made.
 fn redundancy(bench: &CephInstallation) {
     let here = &bench.here;
@@ -198,30 +220,42 @@ fn redundancy(bench: &CephInstallation) {
 
     let place = here.path("gold");
     let keyring = bench.pool.keyring();
-    let add = |user: &str, keyring: &Path, create: &str| {
+    let add = |user: &str, keyring: &Path, create: &[&str]| {
         let mut add = vec!["datastore", "add", "gold", "--host", "here"];
-        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create", create]);
+        add.extend(["--pool", "gold", "--data-pool", "gold-data", "--create"]);
+        add.extend_from_slice(create);
         let monitors = bench.cluster.monitors();
         add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", user]);
         // The server holds the key of this one.
         add.extend(["--key-file", text(keyring).unwrap(), "--path", text(&place).unwrap()]);
         here.try_vmseal(&add).unwrap()
     };
-    let refused = said(&add("client.vmseal", &keyring, "1,erasure-coding"));
+    let refused = said(&add("client.vmseal", &keyring, &["1,erasure-coding"]));
     assert!(refused.contains("the user may not make pools"), "{refused}");
     let administrator = bench.cluster.directory().join("keys/client.admin.keyring");
-    let refused = said(&add("client.admin", &administrator, "1,erasure-coding,host"));
+    let refused = said(&add("client.admin", &administrator, &["1,erasure-coding,host"]));
     assert!(refused.contains("3 hosts, and the cluster has 1"), "{refused}");
-    let added = add("client.admin", &administrator, "1,erasure-coding,osd");
+    let chunks = |number| ["1,erasure-coding,osd", "--data-chunks", number];
+    let refused = said(&add("client.admin", &administrator, &chunks("3")));
+    let why =
+        "4 chunks (k=3 m=1) must each be in another osd: that takes 4 osds, and the cluster has 3";
+    assert!(refused.contains(why), "{refused}");
+    let added = add("client.admin", &administrator, &chunks("2"));
     assert!(added.status.success(), "{}", said(&added));
     assert_eq!(said(&added).matches("lose writes that were acknowledged").count(), 1);
     let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
     assert!(shown.contains("client.admin: held by the server"), "{shown}");
     let copies = "gold: mirroring, 2 copies: outlives 1 failed osd, guests go on with 1, and";
     assert!(shown.contains(copies), "{shown}");
-    let parts =
-        "gold-data: erasure coding, 2+1 parts: outlives 1 failed osd, guests go on with 1, and";
-    assert!(shown.contains(parts), "{shown}");
+    let chunks =
+        "gold-data: erasure coding, k=2 m=1: outlives 1 failed osd, guests go on with 1, and";
+    assert!(shown.contains(chunks), "{shown}");
+    let asks = |chunks: &str| here.vmseal(&["policy", "set", "gold", "--data-chunks", chunks]);
+    asks("4").unwrap();
+    let refused = said(&create("gold"));
+    assert!(refused.contains("pool 'gold-data' has k=2 m=1, not k=4"), "{refused}");
+    asks("2").unwrap();
+    assert_eq!(here.json(&["policy", "show", "gold"]).unwrap()["redundancy"]["data_chunks"], 2);
     assert!(create("gold").status.success());
     // Its image says which key opens it, to Ceph's own tools.
     let told = |words: &[&str]| String::from_utf8(bench.cluster.rbd(words).stdout).unwrap();
@@ -234,6 +268,18 @@ fn redundancy(bench: &CephInstallation) {
         is("vmseal.format", "luks2") && is("vmseal.kek", "/") && is("vmseal.vm", "-")
     };
     assert!(images.lines().map(noted).any(|said| is_noted(&said)), "{images}");
+    // What the policy asks for later has the VM run on, with an alarm.
+    asks("4").unwrap();
+    let alarm = here.wait_alarm("web", "less-redundant").unwrap();
+    assert!(alarm.contains("pool 'gold-data' has k=2 m=1, not k=4"), "{alarm}");
+    asks("2").unwrap();
+    here.wait_no_alarm("web", "less-redundant").unwrap();
+    bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "compression_mode", "aggressive"]);
+    eventually("what compression does is shown", || {
+        let shown = here.vmseal(&["datastore", "show", "gold"]).unwrap();
+        shown.contains("compression aggressive, which does nothing for ciphertext").then_some(())
+    })
+    .unwrap();
     // An administrator takes it away, and gives it back.
     bench.cluster.ceph(&["osd", "pool", "set", "gold-data", "min_size", "3"]);
     let alarm = here.wait_alarm("web", "less-redundant").unwrap();

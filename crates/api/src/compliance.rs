@@ -51,7 +51,7 @@ pub struct Deviation {
 pub enum Requirement {
     /// Disks are encrypted.
     Encryption,
-    /// Disks survive so many failures, in pools of this layout, with copies so far apart.
+    /// Disks survive so many failures, in pools of this layout with so many data chunks, with copies so far apart.
     Redundancy,
     /// The OSDs of Ceph clusters are encrypted.
     OsdEncryption,

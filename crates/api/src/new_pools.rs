@@ -20,7 +20,8 @@ pub const CHOICES: [FailureDomain; 5] = [
 /// How these are told.
 const CHOICE: &str = "'osd', 'host', 'rack', 'room' or 'datacenter'";
 
-/// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where no failure domain is named.
+/// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where neither a failure domain nor a
+/// number of data chunks is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -31,7 +32,11 @@ pub struct NewPools {
     /// How data is kept; none is mirroring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<Layout>,
-    /// What fails as one: each copy or part is in another `osd`, `host`, `rack`, `room` or `datacenter`. None is what the cluster's usual rule
+    /// How many data chunks erasure coding has (`k`), from 2 to 32: it is given with the layout `erasure_coding` alone. None is 2 for one
+    /// failure, and 4 for more. Agents without the feature `data-chunks` do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_chunks: Option<u32>,
+    /// What fails as one: each copy or chunk is in another `osd`, `host`, `rack`, `room` or `datacenter`. None is what the cluster's usual rule
     /// says, which is a host unless its administrator has chosen otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_domain: Option<FailureDomain>,
@@ -41,22 +46,25 @@ impl NewPools {
     /// What of it policies can ask for.
     #[must_use]
     pub fn redundancy(self) -> Redundancy {
-        let Self { failures, layout, failure_domain } = self;
-        Redundancy { failures, layout, failure_domain }
+        let Self { failures, layout, data_chunks, failure_domain } = self;
+        Redundancy { failures, layout, data_chunks, failure_domain }
     }
 
     /// Checks what can be checked without a cluster.
     ///
     /// # Errors
-    /// What is wrong.
-    pub fn check(self) -> Result<(), String> {
+    /// The field of a pool, and what is wrong with it.
+    pub fn check(self) -> Result<(), (&'static str, String)> {
         if self.failure_domain.is_some_and(|domain| !CHOICES.contains(&domain)) {
-            return Err(format!("pools are made for {CHOICE}"));
+            return Err(("create", format!("pools are made for {CHOICE}")));
         }
-        self.redundancy().check()
+        self.redundancy().check().map_err(|(field, what)| match field {
+            "data_chunks" => ("create.data_chunks", what),
+            _ => ("create", what),
+        })
     }
 
-    /// As options have it: `NUMBER[,LAYOUT][,DOMAIN]`.
+    /// As options have it: `NUMBER[,LAYOUT][,DOMAIN]`. The data chunks are an option of their own.
     #[must_use]
     pub fn to_option(self) -> String {
         let domain = self.failure_domain.map_or_else(String::new, |it| format!(",{}", it.name()));
@@ -76,7 +84,7 @@ impl FromStr for NewPools {
         };
         let unknown = |what: String| format!("{what}; behind that it is {CHOICE}");
         let Redundancy { failures, layout, .. } = asked.parse::<Redundancy>().map_err(unknown)?;
-        Ok(Self { failures, layout, failure_domain })
+        Ok(Self { failures, layout, data_chunks: None, failure_domain })
     }
 }
 
@@ -104,8 +112,19 @@ mod tests {
         }
         // What agents that make pools do not know.
         let row = NewPools { failure_domain: Some(FailureDomain::Row), ..read };
-        assert!(row.check().unwrap_err().contains("'rack'"));
+        assert!(row.check().unwrap_err().1.contains("'rack'"));
         assert_eq!(read.check(), Ok(()));
+        let chunks = NewPools { data_chunks: Some(8), ..read };
+        assert_eq!(chunks.check(), Ok(()));
+        assert_eq!(chunks.to_option(), read.to_option(), "it is an option of its own");
+        let text = "2 failures, erasure-coding, 8 data chunks, each copy in another rack";
+        assert_eq!(chunks.to_string(), text);
+        let one = NewPools { data_chunks: Some(1), ..read };
+        assert_eq!(one.check().unwrap_err().0, "create.data_chunks");
+        let copies = NewPools { layout: None, ..chunks };
+        assert_eq!(copies.check().unwrap_err().0, "create.data_chunks");
+        let many = NewPools { failures: 9, ..read };
+        assert_eq!(many.check().unwrap_err().0, "create");
         // As versions before have it.
         let old = serde_json::to_value(NewPools { failures: 1, ..NewPools::default() }).unwrap();
         assert_eq!(old, serde_json::json!({ "failures": 1 }));

@@ -177,7 +177,7 @@ impl RbdPool {
             return Err(("user", "must begin with 'client.', as 'client.vmseal'".to_owned()));
         }
         if let Some(create) = self.create {
-            create.check().map_err(|what| ("create", what))?;
+            create.check()?;
         }
         if self.keyring.as_ref().is_some_and(|keyring| !keyring.is_absolute()) {
             return Err(("keyring", "must be an absolute path on the host".to_owned()));

@@ -10,6 +10,12 @@ use crate::failure_domain::FailureDomain;
 /// The most failures that a policy can ask disks to outlive: those of vSphere's storage policies.
 pub const FAILURES_MAX: u8 = 3;
 
+/// The fewest data chunks of erasure coding: with one, each coding chunk is a copy of it.
+pub const DATA_CHUNKS_MIN: u32 = 2;
+
+/// The most data chunks: Ceph's plugin `isa` takes no more with [`FAILURES_MAX`] coding chunks. The plugin `jerasure` takes more.
+pub const DATA_CHUNKS_MAX: u32 = 32;
+
 /// How a pool keeps data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
@@ -22,13 +28,13 @@ pub enum PoolLayout {
         /// With how many reads and writes go on (`min_size`).
         copies_min: u32,
     },
-    /// Parts, and others computed from them (RAID 5 with one of these, RAID 6 with two).
+    /// Data chunks, and coding chunks that are computed from them (RAID 5 with one of these, RAID 6 with two).
     ErasureCoding {
-        /// How many have data (`k`).
+        /// How many data chunks (`k`).
         data: u32,
-        /// How many are computed (`m`).
+        /// How many coding chunks (`m`).
         coding: u32,
-        /// With how many of both reads and writes go on (`min_size`).
+        /// With how many chunks of both kinds reads and writes go on (`min_size`).
         parts_min: u32,
     },
 }
@@ -69,7 +75,7 @@ impl fmt::Display for PoolLayout {
         match self {
             Self::Mirroring { copies, .. } => write!(f, "mirroring, {copies} copies"),
             Self::ErasureCoding { data, coding, .. } => {
-                write!(f, "erasure coding, {data}+{coding} parts")
+                write!(f, "erasure coding, k={data} m={coding}")
             }
         }
     }
@@ -100,11 +106,11 @@ impl PoolFacts {
     /// Why copies that are kept apart on what the pool has are not kept apart on this; none if they are.
     fn nearer_than(&self, asked: FailureDomain) -> Option<String> {
         let (pool, domain) = (&self.pool, &self.failure_domain);
-        let part = match self.layout.kind() {
+        let each = match self.layout.kind() {
             Layout::Mirroring => "copy",
-            Layout::ErasureCoding => "part",
+            Layout::ErasureCoding => "chunk",
         };
-        let apart = format!("pool '{pool}' keeps each {part} in another {domain}");
+        let apart = format!("pool '{pool}' keeps each {each} in another {domain}");
         match domain.parse::<FailureDomain>() {
             Ok(domain) if domain >= asked => None,
             Ok(_) => Some(format!("{apart}, not in another {}", asked.name())),
@@ -144,7 +150,7 @@ impl fmt::Display for PoolFacts {
 pub enum Layout {
     /// In whole copies.
     Mirroring,
-    /// In parts, and others that are computed from them.
+    /// In data chunks, and coding chunks that are computed from them.
     ErasureCoding,
 }
 
@@ -181,7 +187,11 @@ pub struct Redundancy {
     /// How the data is kept; none leaves it to the pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<Layout>,
-    /// On what copies and parts are kept apart at least: a pool that keeps them in other racks does for `host`, too. None leaves it to the
+    /// How many data chunks erasure coding has (`k`), from 2 to 32: exactly so many. It is given with the layout `erasure_coding` alone. None
+    /// leaves it to the pool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_chunks: Option<u32>,
+    /// On what copies and chunks are kept apart at least: a pool that keeps them in other racks does for `host`, too. None leaves it to the
     /// pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_domain: Option<FailureDomain>,
@@ -197,10 +207,19 @@ impl Redundancy {
     /// Checks what can be checked without a pool.
     ///
     /// # Errors
-    /// What is wrong.
-    pub fn check(self) -> Result<(), String> {
+    /// The field, and what is wrong with it.
+    pub fn check(self) -> Result<(), (&'static str, String)> {
         if self.failures > FAILURES_MAX {
-            return Err(format!("must be 0 to {FAILURES_MAX}"));
+            return Err(("failures", format!("must be 0 to {FAILURES_MAX}")));
+        }
+        let Some(chunks) = self.data_chunks else { return Ok(()) };
+        if !(DATA_CHUNKS_MIN..=DATA_CHUNKS_MAX).contains(&chunks) {
+            let what = format!("must be {DATA_CHUNKS_MIN} to {DATA_CHUNKS_MAX}, not {chunks}");
+            return Err(("data_chunks", what));
+        }
+        if self.layout != Some(Layout::ErasureCoding) {
+            let what = "is only for erasure coding: ask for that, too (2,erasure-coding)";
+            return Err(("data_chunks", what.to_owned()));
         }
         Ok(())
     }
@@ -219,11 +238,11 @@ impl Redundancy {
             _ => "choose one failure more, or ",
         };
         Some(format!(
-            "guests go on with {failures} (min_size). In a pool that survives no more, as those that 'vmseal datastore add --create' makes, what they write then has no second copy until the cluster has recovered: a further failure may lose writes that were acknowledged. Where that risk is too high, {more}make a pool that keeps one copy or part more"
+            "guests go on with {failures} (min_size). In a pool that survives no more, as those that 'vmseal datastore add --create' makes, what they write then has no second copy until the cluster has recovered: a further failure may lose writes that were acknowledged. Where that risk is too high, {more}make a pool that keeps one copy or chunk more"
         ))
     }
 
-    /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`. The failure domain is an option of its own.
+    /// As options have it: `NUMBER`, or `NUMBER,LAYOUT`. The data chunks and the failure domain are options of their own.
     #[must_use]
     pub fn to_option(self) -> String {
         let layout = self.layout.map_or_else(String::new, |layout| format!(",{}", layout.name()));
@@ -248,8 +267,20 @@ impl Redundancy {
             return near;
         }
         let data = pools.last()?;
-        let wanted = self.layout.filter(|layout| *layout != data.layout.kind())?;
-        Some(format!("pool '{}' has {}, not {}", data.pool, data.layout, wanted.name()))
+        if let Some(wanted) = self.layout.filter(|layout| *layout != data.layout.kind()) {
+            let (pool, layout) = (&data.pool, data.layout);
+            return Some(format!("pool '{pool}' has {layout}, not {}", wanted.name()));
+        }
+        self.other_chunks(data)
+    }
+
+    /// Why a pool of erasure coding does not have the data chunks that this asks for; none if it has.
+    fn other_chunks(self, pool: &PoolFacts) -> Option<String> {
+        let asked = self.data_chunks?;
+        let PoolLayout::ErasureCoding { data, coding, .. } = pool.layout else { return None };
+        (data != asked).then(|| {
+            format!("pool '{}' has k={data} m={coding}, not k={asked} (data chunks)", pool.pool)
+        })
     }
 }
 
@@ -263,8 +294,8 @@ impl FromStr for Redundancy {
             None => (text, None),
         };
         let failures = failures.parse().map_err(|_| format!("'{failures}' is no number"))?;
-        let asked = Self { failures, layout, failure_domain: None };
-        asked.check().map(|()| asked)
+        let asked = Self { failures, layout, ..Self::default() };
+        asked.check().map(|()| asked).map_err(|(_, what)| what)
     }
 }
 
@@ -277,8 +308,9 @@ impl fmt::Display for Redundancy {
             more => Some(format!("{more} failures")),
         };
         let layout = self.layout.map(|layout| layout.name().to_owned());
+        let chunks = self.data_chunks.map(|chunks| format!("{chunks} data chunks"));
         let apart = |domain: FailureDomain| format!("each copy in another {}", domain.name());
-        let parts = [failures, layout, self.failure_domain.map(apart)];
+        let parts = [failures, layout, chunks, self.failure_domain.map(apart)];
         f.write_str(&parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
@@ -313,7 +345,7 @@ mod tests {
 
     #[test]
     fn what_a_policy_asks_for_is_compared_with_the_weaker_pool_and_the_layout_of_data() {
-        let asks = |failures, layout| Redundancy { failures, layout, failure_domain: None };
+        let asks = |failures, layout| Redundancy { failures, layout, ..Redundancy::default() };
         let both = [mirrored(3, 2), coded(2, 1, 2)];
         assert_eq!(asks(1, Some(Layout::ErasureCoding)).lacking(&both), None);
         assert!(asks(1, Some(Layout::Mirroring)).lacking(&both).unwrap().contains("'ec'"));
@@ -323,6 +355,56 @@ mod tests {
         assert_eq!(asks(0, None).lacking(&weak), None);
         assert!(asks(1, None).lacking(&[]).unwrap().contains("not known"));
         assert_eq!(asks(0, None).lacking(&[]), None);
+    }
+
+    #[test]
+    fn data_chunks_are_as_many_as_a_policy_names_and_are_of_erasure_coding() {
+        let asks = |chunks| Redundancy {
+            failures: 2,
+            layout: Some(Layout::ErasureCoding),
+            data_chunks: Some(chunks),
+            failure_domain: None,
+        };
+        let pools = [mirrored(3, 1), coded(2, 2, 2)];
+        assert_eq!(asks(2).lacking(&pools), None);
+        // Neither fewer nor more: what data takes and what a write costs follow from the number.
+        for (asked, why) in [
+            (4, "pool 'ec' has k=2 m=2, not k=4 (data chunks)"),
+            (3, "pool 'ec' has k=2 m=2, not k=3 (data chunks)"),
+        ] {
+            assert_eq!(asks(asked).lacking(&pools).unwrap(), why);
+        }
+        assert_eq!(asks(2).lacking(&[mirrored(3, 1), coded(2, 3, 2)]), None, "more are computed");
+        let copies = asks(2).lacking(&[mirrored(3, 1)]).unwrap();
+        assert_eq!(copies, "pool 'vms' has mirroring, 3 copies, not erasure-coding");
+        let wherever = Redundancy { data_chunks: None, ..asks(2) };
+        for data in [2, 4, 8] {
+            assert_eq!(wherever.lacking(&[mirrored(3, 1), coded(data, 2, data)]), None, "{data}");
+        }
+    }
+
+    #[test]
+    fn data_chunks_have_limits_and_no_other_layout_has_them() {
+        let asks = |layout, chunks| {
+            let asked = Redundancy { layout, data_chunks: Some(chunks), ..Redundancy::default() };
+            asked.check()
+        };
+        let coding = Some(Layout::ErasureCoding);
+        for right in [DATA_CHUNKS_MIN, 4, DATA_CHUNKS_MAX] {
+            assert_eq!(asks(coding, right), Ok(()), "{right}");
+        }
+        for wrong in [0, 1, DATA_CHUNKS_MAX + 1, u32::MAX] {
+            let (field, what) = asks(coding, wrong).unwrap_err();
+            assert_eq!(field, "data_chunks");
+            assert!(what.contains("2 to 32"), "{what}");
+        }
+        for layout in [None, Some(Layout::Mirroring)] {
+            let (field, what) = asks(layout, 4).unwrap_err();
+            assert_eq!(field, "data_chunks");
+            assert!(what.contains("erasure-coding"), "{what}");
+        }
+        let many = Redundancy { failures: FAILURES_MAX + 1, ..Redundancy::default() };
+        assert_eq!(many.check().unwrap_err().0, "failures");
     }
 
     #[test]
@@ -344,7 +426,7 @@ mod tests {
         let mixed = [in_another("rack", copies.clone()), in_another("host", parts)];
         assert_eq!(
             asks(FailureDomain::Rack).lacking(&mixed).unwrap(),
-            "pool 'ec' keeps each part in another host, not in another rack"
+            "pool 'ec' keeps each chunk in another host, not in another rack"
         );
         let own = [in_another("shelf", copies)];
         assert!(asks(FailureDomain::Osd).lacking(&own).unwrap().contains("not known"));
@@ -357,7 +439,7 @@ mod tests {
     #[test]
     fn what_a_policy_asks_for_is_said() {
         let asks = |failures, layout, failure_domain| {
-            Redundancy { failures, layout, failure_domain }.to_string()
+            Redundancy { failures, layout, failure_domain, data_chunks: None }.to_string()
         };
         assert_eq!(asks(0, None, None), "any number of failures");
         assert_eq!(asks(1, None, None), "1 failure");
@@ -366,6 +448,13 @@ mod tests {
             asks(2, Some(Layout::Mirroring), Some(FailureDomain::Host)),
             "2 failures, mirroring, each copy in another host"
         );
+        let layout = Some(Layout::ErasureCoding);
+        let chunks =
+            Redundancy { failures: 2, layout, data_chunks: Some(4), ..Redundancy::default() };
+        assert_eq!(chunks.to_string(), "2 failures, erasure-coding, 4 data chunks");
+        let said =
+            serde_json::json!({ "failures": 2, "layout": "erasure_coding", "data_chunks": 4 });
+        assert_eq!(serde_json::to_value(chunks).unwrap(), said);
         // Policies of earlier versions.
         let old: Redundancy = serde_json::from_str(r#"{"failures":1}"#).unwrap();
         assert_eq!(old, Redundancy { failures: 1, ..Redundancy::default() });
@@ -382,6 +471,14 @@ mod tests {
             "mirroring, 2 copies: outlives 1 failed host, guests go on with 1, and what is written then has no second copy"
         );
         assert!(!mirrored(1, 1).to_string().contains("second copy"));
+        assert_eq!(
+            coded(4, 2, 4).to_string(),
+            "erasure coding, k=4 m=2: outlives 2 failed hosts, guests go on with 2, and what is written then has no second copy"
+        );
+        assert_eq!(
+            coded(4, 2, 5).to_string(),
+            "erasure coding, k=4 m=2: outlives 2 failed hosts, guests go on with 1"
+        );
         let compressed = PoolFacts { compression: Some("force".to_owned()), ..mirrored(3, 2) };
         assert!(compressed.to_string().contains("does nothing for ciphertext"));
     }
@@ -405,7 +502,7 @@ mod tests {
         }
         assert!("raid6".parse::<Layout>().is_err());
         let layout = Some(Layout::ErasureCoding);
-        let asked = Redundancy { failures: 2, layout, failure_domain: None };
+        let asked = Redundancy { failures: 2, layout, ..Redundancy::default() };
         assert_eq!("2,erasure-coding".parse(), Ok(asked));
         assert_eq!(asked.to_option(), "2,erasure-coding");
         assert_eq!("1".parse(), Ok(Redundancy { failures: 1, ..Redundancy::default() }));

@@ -15,6 +15,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("authorities", &["authority"]),
     ("backup", &["restore", "from"]),
     ("certificate", &["import"]),
+    ("create.data_chunks", &["data_chunks"]),
     ("directory", &["to"]),
     ("disks", &["disks", "disk", "datastore"]),
     ("downtime_milliseconds", &["downtime"]),
@@ -36,6 +37,7 @@ const OTHER_NAMES: &[(&str, &[&str])] = &[
     ("place", &["to"]),
     ("private_key", &["key"]),
     ("redundancy", &["failures_to_tolerate"]),
+    ("redundancy.data_chunks", &["data_chunks"]),
     ("redundancy.failures", &["failures_to_tolerate"]),
     ("replica.bytes_per_second", &["replicate_rate"]),
     ("replica.datastore", &["replicate_to"]),
@@ -262,6 +264,7 @@ mod tests {
     const POOL: &str = "vmseal datastore add d --host h --pool a/b --monitors m";
     const POOL_WITH_KEYRING: &str =
         "vmseal datastore add d --host h --pool a --monitors m --keyring /k";
+    const POOL_WITH_CHUNKS: &str = "vmseal datastore add d --host h --pool a --monitors m --data-pool b --create 2,erasure-coding --data-chunks 8";
     const IMPORT: &str = "vmseal provider certificate k --import f --key g";
     const RESTORE: &str = "vmseal provider add k --restore f";
     const KMS: &str = "vmseal provider add k --kms one=h";
@@ -289,6 +292,7 @@ mod tests {
         ("common_name", "vmseal provider certificate k --csr", "--common-name"),
         ("compress", "vmseal vm migrate web --compress", "--compress"),
         ("cpu_model", "vmseal policy create p --plain", "--cpu-model"),
+        ("data_chunks", "vmseal policy set p --data-chunks 4", "--data-chunks"),
         ("datastore", "vmseal vm move web --datastore d", "--datastore"),
         ("datastore", "vmseal vm clone web new --datastore d", "--datastore"),
         ("disks", "vmseal vm clone web new --datastore d", "--datastore"),
@@ -338,6 +342,8 @@ mod tests {
         ("keyring", "vmseal datastore set d --keyring /k", "--keyring"),
         ("monitors", "vmseal datastore set d --monitors m", "--monitors"),
         ("user", "vmseal datastore set d --user client.x", "--user"),
+        ("location.pool.create", POOL_WITH_CHUNKS, "--create"),
+        ("location.pool.create.data_chunks", POOL_WITH_CHUNKS, "--data-chunks"),
         ("location.pool.keyring", POOL_WITH_KEYRING, "--keyring"),
         ("location.pool.monitors", POOL, "--monitors"),
         ("location.pool.namespace", POOL, "--pool"),
@@ -375,6 +381,7 @@ mod tests {
         ("provider", "vmseal policy create p --encrypt --provider k", "--provider"),
         ("provider", "vmseal vm recrypt web --provider k", "--provider"),
         ("rate", "vmseal host drain h --rate 1", "--rate"),
+        ("redundancy.data_chunks", "vmseal policy create p --plain", "--data-chunks"),
         ("redundancy.failures", "vmseal policy create p --plain", "--failures-to-tolerate"),
         ("remote", "vmseal vm migrate web --remote r", "--remote"),
         ("rename", "vmseal datastore adopt d --rename a=b", "--rename"),
@@ -427,7 +434,7 @@ mod tests {
     ];
 
     /// What checks name by more than a text. `TOLD` has some of what comes of each.
-    const PUT_TOGETHER: [&str; 14] = [
+    const PUT_TOGETHER: [&str; 15] = [
         // Of two commands that change policies: replica.datastore or replicate_to, and so on.
         "datastore",
         "rate",
@@ -442,6 +449,7 @@ mod tests {
         "disks[0].{field}",
         "image_layout.{field}",
         "location.pool.{field}",
+        "redundancy.{field}",
         "{field}.passphrase_box",
         "{field}.sealed",
     ];

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!  mirroring        one pool of FAILURES + 1 copies
-//!  erasure coding   a pool of FAILURES + 1 copies for names and headers, and one of k + FAILURES parts for data
+//!  erasure coding   a pool of FAILURES + 1 copies for names and headers, and one of k + FAILURES chunks for data
 //! ```
-//! Each goes on with what is left after that many failures, as it was asked to (`min_size`). Copies and parts are kept apart on what the
+//! Each goes on with what is left after that many failures, as it was asked to (`min_size`). Copies and chunks are kept apart on what the
 //! cluster's usual rule says, or what was asked for. What is there stays as it is.
 
 use std::collections::BTreeSet;
@@ -20,9 +20,10 @@ use crate::pools::failure_domain;
 /// Placement groups that a pool has at first; the cluster adds others as it fills (`pg_autoscale_mode`).
 const GROUPS: u32 = 32;
 
-/// The parts of data where one is computed from them, which three domains can take, and where more are: those of vSphere's RAID 6.
-const PARTS_BESIDE_ONE: u32 = 2;
-const PARTS_BESIDE_MORE: u32 = 4;
+/// How many data chunks a pool has if nobody says how many: with one coding chunk so few that three failure domains are enough, and with more
+/// coding chunks as many as vSphere's RAID 6.
+const DATA_CHUNKS_BESIDE_ONE: u32 = 2;
+const DATA_CHUNKS_BESIDE_MORE: u32 = 4;
 
 /// The rule that replicated pools have unless told otherwise.
 const USUAL_RULE: u64 = 0;
@@ -41,9 +42,21 @@ pub enum CreateError {
         "a mirrored pool has its data itself: leave --data-pool away, or ask for erasure-coding"
     )]
     DataPool,
+    /// A limit is passed, or what is asked for does not go together.
+    #[error("{field} {what}")]
+    Invalid {
+        /// Which field of the pool.
+        field: &'static str,
+        /// What is wrong with it.
+        what: String,
+    },
     /// Too few OSDs, hosts or racks.
-    #[error("that takes {needed} {domain}s, and the cluster has {there}")]
+    #[error(
+        "{what} must each be in another {domain}: that takes {needed} {domain}s, and the cluster has {there}. Ask for fewer, or for another failure domain"
+    )]
     TooSmall {
+        /// The copies, or the chunks.
+        what: String,
         /// How many.
         needed: u32,
         /// Of what.
@@ -79,16 +92,8 @@ pub fn create(
     data_pool: Option<&str>,
     asked: NewPools,
 ) -> Result<(), CreateError> {
+    let data_pool = checked(asked, data_pool)?;
     let failures = u32::from(asked.failures);
-    if failures == 0 {
-        return Err(CreateError::NoRedundancy);
-    }
-    let coded = asked.layout == Some(Layout::ErasureCoding);
-    let data_pool = match (coded, data_pool) {
-        (true, None) => return Err(CreateError::NoDataPool),
-        (false, Some(_)) => return Err(CreateError::DataPool),
-        (_, named) => named,
-    };
     let dump = ask(cluster, &json!({ "prefix": "osd dump" }))?;
     let is_there = |name: &str| {
         let mut pools = dump["pools"].as_array().into_iter().flatten();
@@ -98,12 +103,8 @@ pub fn create(
     let usual = failure_domain(&rules, USUAL_RULE).unwrap_or_else(|| "host".to_owned());
     let domain =
         asked.failure_domain.map_or_else(|| usual.clone(), |domain| domain.name().to_owned());
-    let parts = if failures == 1 { PARTS_BESIDE_ONE } else { PARTS_BESIDE_MORE };
-    let needed = if coded { parts + failures } else { failures + 1 };
     let there = domains(&ask(cluster, &json!({ "prefix": "osd tree" }))?, &domain);
-    if there < needed as usize {
-        return Err(CreateError::TooSmall { needed, domain, there });
-    }
+    require_domains(asked, &domain, there)?;
     if !is_there(pool) {
         let mut how = json!({ "pool_type": "replicated" });
         if domain != usual {
@@ -117,21 +118,65 @@ pub fn create(
         enable(cluster, pool)?;
     }
     if let Some(data) = data_pool.filter(|data| !is_there(data)) {
-        let profile = format!("vmseal-{parts}-{failures}-{domain}");
-        let values = [
-            format!("k={parts}"),
-            format!("m={failures}"),
-            format!("crush-failure-domain={domain}"),
-        ];
-        let prefix = "osd erasure-code-profile set";
-        ask(cluster, &json!({ "prefix": prefix, "name": profile, "profile": values }))?;
-        make(cluster, data, &json!({ "pool_type": "erasure", "erasure_code_profile": profile }))?;
+        let profile = profile(asked, &domain);
+        ask(cluster, &profile)?;
+        let coded = json!({ "pool_type": "erasure", "erasure_code_profile": profile["name"] });
+        make(cluster, data, &coded)?;
         // Without it only whole objects can be written.
         set(cluster, data, "allow_ec_overwrites", "true")?;
-        set(cluster, data, "min_size", &parts.to_string())?;
+        set(cluster, data, "min_size", &data_chunks(asked).to_string())?;
         enable(cluster, data)?;
     }
     Ok(())
+}
+
+/// Checks what can be checked without the cluster. Returns the pool of data, where that is another one.
+fn checked(asked: NewPools, data_pool: Option<&str>) -> Result<Option<&str>, CreateError> {
+    if asked.failures == 0 {
+        return Err(CreateError::NoRedundancy);
+    }
+    asked.check().map_err(|(field, what)| CreateError::Invalid { field, what })?;
+    match (asked.layout == Some(Layout::ErasureCoding), data_pool) {
+        (true, None) => Err(CreateError::NoDataPool),
+        (false, Some(_)) => Err(CreateError::DataPool),
+        (_, named) => Ok(named),
+    }
+}
+
+/// How many data chunks erasure coding gets (k).
+fn data_chunks(asked: NewPools) -> u32 {
+    let usual = if asked.failures == 1 { DATA_CHUNKS_BESIDE_ONE } else { DATA_CHUNKS_BESIDE_MORE };
+    asked.data_chunks.unwrap_or(usual)
+}
+
+/// Refuses pools with more copies or chunks than failure domains: the cluster has `there` of them.
+fn require_domains(asked: NewPools, domain: &str, there: usize) -> Result<(), CreateError> {
+    let failures = u32::from(asked.failures);
+    let (needed, what) = match asked.layout {
+        Some(Layout::ErasureCoding) => {
+            let data = data_chunks(asked);
+            let all = data + failures;
+            (all, format!("{all} chunks (k={data} m={failures})"))
+        }
+        None | Some(Layout::Mirroring) => (failures + 1, format!("{} copies", failures + 1)),
+    };
+    if there < needed as usize {
+        let domain = domain.to_owned();
+        return Err(CreateError::TooSmall { what, needed, domain, there });
+    }
+    Ok(())
+}
+
+/// Makes the profile of an erasure-coded pool. Its name says all that it has, so one that is there is the same.
+fn profile(asked: NewPools, domain: &str) -> Value {
+    let (chunks, failures) = (data_chunks(asked), asked.failures);
+    let values =
+        [format!("k={chunks}"), format!("m={failures}"), format!("crush-failure-domain={domain}")];
+    json!({
+        "prefix": "osd erasure-code-profile set",
+        "name": format!("vmseal-{chunks}-{failures}-{domain}"),
+        "profile": values,
+    })
 }
 
 /// Makes the rule that keeps copies apart on something else than the usual one does, on the same OSDs. One that is there stays.
@@ -221,6 +266,59 @@ fn domains(tree: &Value, domain: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn coding(failures: u8, data_chunks: Option<u32>) -> NewPools {
+        let layout = Some(Layout::ErasureCoding);
+        NewPools { failures, layout, data_chunks, failure_domain: None }
+    }
+
+    #[test]
+    fn an_erasure_coded_pool_has_the_data_chunks_that_were_asked_for() {
+        for (asked, name, k, m) in [
+            (coding(1, None), "vmseal-2-1-host", "k=2", "m=1"),
+            (coding(2, None), "vmseal-4-2-host", "k=4", "m=2"),
+            (coding(3, None), "vmseal-4-3-host", "k=4", "m=3"),
+            (coding(1, Some(4)), "vmseal-4-1-host", "k=4", "m=1"),
+            (coding(2, Some(8)), "vmseal-8-2-host", "k=8", "m=2"),
+        ] {
+            let made = profile(asked, "host");
+            assert_eq!(made["name"], name);
+            assert_eq!(made["profile"], json!([k, m, "crush-failure-domain=host"]));
+        }
+    }
+
+    #[test]
+    fn a_cluster_that_is_too_small_is_told_what_is_needed_and_what_is_there() {
+        let mirroring = NewPools { failures: 2, ..NewPools::default() };
+        for (asked, needed, what) in [
+            (mirroring, 3, "3 copies must each be in another rack"),
+            (coding(1, None), 3, "3 chunks (k=2 m=1) must each be in another rack"),
+            (coding(2, Some(8)), 10, "10 chunks (k=8 m=2) must each be in another rack"),
+        ] {
+            require_domains(asked, "rack", needed).unwrap();
+            let refused = require_domains(asked, "rack", needed - 1).unwrap_err().to_string();
+            let there = format!("takes {needed} racks, and the cluster has {}.", needed - 1);
+            assert!(refused.starts_with(what) && refused.contains(&there), "{refused}");
+        }
+    }
+
+    #[test]
+    fn pools_that_cannot_be_made_are_refused_before_the_cluster_is_asked() {
+        let mirroring = NewPools { failures: 1, ..NewPools::default() };
+        assert_eq!(checked(mirroring, None).unwrap(), None);
+        assert_eq!(checked(coding(2, Some(8)), Some("ec")).unwrap(), Some("ec"));
+        let chunks_of_copies = NewPools { data_chunks: Some(4), ..mirroring };
+        for (asked, data_pool, why) in [
+            (NewPools::default(), None, "at least one failure"),
+            (mirroring, Some("ec"), "leave --data-pool away"),
+            (coding(1, None), None, "name it with --data-pool"),
+            (coding(1, Some(1)), Some("ec"), "create.data_chunks must be 2 to 32, not 1"),
+            (chunks_of_copies, None, "data_chunks is only for erasure coding"),
+        ] {
+            let refused = checked(asked, data_pool).unwrap_err().to_string();
+            assert!(refused.contains(why), "{refused}");
+        }
+    }
 
     #[test]
     fn a_rule_of_another_domain_takes_the_osds_of_the_usual_one() {

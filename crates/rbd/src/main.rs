@@ -86,6 +86,9 @@ struct Options {
     /// copy in another of what is said behind that: 1,rack. It takes a user that may
     #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]")]
     create: Option<NewPools>,
+    /// The data chunks (k) of an erasure-coded pool that is made, 2 to 32 [default: 2 for one failure, 4 for more]
+    #[arg(long, value_name = "NUMBER", requires = "create")]
+    data_chunks: Option<u32>,
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
@@ -265,6 +268,7 @@ fn serve(
 ) -> anyhow::Result<()> {
     let (cluster, key) = connect(options)?;
     if let Some(asked) = options.create {
+        let asked = NewPools { data_chunks: options.data_chunks, ..asked };
         create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
             .with_context(|| format!("the pool '{}' is not made", options.pool))?;
     }

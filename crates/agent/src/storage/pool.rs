@@ -306,6 +306,9 @@ pub(super) fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<OsSt
     }
     if let Some(asked) = pool.create {
         arguments.extend(["--create".into(), asked.to_option().into()]);
+        if let Some(chunks) = asked.data_chunks {
+            arguments.extend(["--data-chunks".into(), chunks.to_string().into()]);
+        }
     }
     arguments.push(path.into());
     arguments
@@ -532,11 +535,18 @@ pub(crate) mod tests {
     #[test]
     fn pools_are_made_where_that_is_asked() {
         let failure_domain = Some(FailureDomain::Rack);
-        let asked = NewPools { failures: 1, layout: Some(Layout::ErasureCoding), failure_domain };
-        let pool = RbdPool { create: Some(asked), ..pool() };
-        let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool);
-        let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
-        assert!(arguments.join(" ").ends_with("--create 1,erasure-coding,rack /srv/ceph"));
+        let layout = Some(Layout::ErasureCoding);
+        let asked = NewPools { failures: 1, layout, failure_domain, ..NewPools::default() };
+        let told = |asked| {
+            let pool = RbdPool { create: Some(asked), ..pool() };
+            let arguments = arguments(Path::new("/run/v/rbd"), Path::new("/srv/ceph"), &pool);
+            let arguments: Vec<_> = arguments.iter().map(|it| it.to_string_lossy()).collect();
+            arguments.join(" ")
+        };
+        assert!(told(asked).ends_with("--create 1,erasure-coding,rack /srv/ceph"));
+        let chunks = NewPools { data_chunks: Some(8), ..asked };
+        let with_chunks = "--create 1,erasure-coding,rack --data-chunks 8 /srv/ceph";
+        assert!(told(chunks).ends_with(with_chunks), "{}", told(chunks));
     }
 
     #[test]

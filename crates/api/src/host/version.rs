@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 87] = [
+pub const FEATURES: [&str; 88] = [
     "job-create",
     "job-export",
     NICS,
@@ -71,6 +71,7 @@ pub const FEATURES: [&str; 87] = [
     RBD_DATASTORES,
     CREATE_POOLS,
     FAILURE_DOMAINS,
+    DATA_CHUNKS,
     POOL_KEYS,
     REMOUNT_POOLS,
     TRY_POOL_KEYS,
@@ -333,6 +334,9 @@ pub const CREATE_POOLS: &str = "create-pools";
 
 /// The feature of agents that make pools whose copies are kept apart on what they are told.
 pub const FAILURE_DOMAINS: &str = "failure-domains";
+
+/// The feature of agents that make erasure-coded pools of as many data chunks as they are told.
+pub const DATA_CHUNKS: &str = "data-chunks";
 
 /// The feature of agents that take the keys of pools of Ceph from the server.
 pub const POOL_KEYS: &str = "pool-keys";

@@ -106,9 +106,13 @@ pub struct SetPolicy {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub osd_encryption: Option<AskedOsds>,
     /// What failures disks that are made from now on must outlive; 0 failures and no layout ask for nothing. The failure domain stays where
-    /// none is in it.
+    /// none is in it, and so do the data chunks of erasure coding where that stays the layout.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redundancy: Option<Redundancy>,
+    /// How many data chunks (`k`) pools of disks that are made from now on have; 0 leaves it to the pool. The policy's layout must be
+    /// `erasure_coding`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_chunks: Option<u32>,
     /// On what copies of disks that are made from now on are kept apart at least, such as `rack`; an empty text leaves it to the pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_domain: Option<String>,

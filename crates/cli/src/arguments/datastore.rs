@@ -48,6 +48,10 @@ pub struct PoolOptions {
     /// rule says it, which is usually host. The user must be allowed to
     #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool")]
     pub create: Option<NewPools>,
+    /// How many data chunks (k) an erasure-coded pool has that --create makes, 2 to 32. Its coding chunks (m) are as many as the failures,
+    /// and the cluster needs k+m of what fails as one [default: 2 for one failure, 4 for more]
+    #[arg(long, value_name = "NUMBER", requires = "create")]
+    pub data_chunks: Option<u32>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
@@ -71,7 +75,8 @@ impl PoolOptions {
             None => Some(self.keyring.unwrap_or_else(keyring)),
         };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
-        let Self { user, data_pool, messenger, create, .. } = self;
+        let Self { user, data_pool, messenger, create, data_chunks, .. } = self;
+        let create = create.map(|create| NewPools { data_chunks, ..create });
         let pool = RbdPool {
             monitors,
             user,

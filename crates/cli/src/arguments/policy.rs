@@ -77,6 +77,9 @@ pub enum Policy {
         /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 1,mirroring or 2,erasure-coding
         #[arg(long, value_name = "NUMBER[,LAYOUT]")]
         failures_to_tolerate: Option<Redundancy>,
+        /// Make disks only in pools of Ceph whose erasure coding has so many data chunks (k), 2 to 32 [default: any]
+        #[arg(long, value_name = "NUMBER", requires = "failures_to_tolerate")]
+        data_chunks: Option<u32>,
         /// Make disks only in pools of Ceph that keep copies apart on this, or on what is larger: each in another host, rack, room.
         /// What --failures-to-tolerate counts is then at least that large
         #[arg(long, value_name = "DOMAIN", value_parser = failure_domain())]
@@ -211,6 +214,9 @@ pub struct SetPolicy {
     /// Make disks only in pools of Ceph that outlive so many failures, such as 1 or 2,erasure-coding; 0 is anywhere
     #[arg(long, value_name = "NUMBER[,LAYOUT]", group = "change")]
     pub failures_to_tolerate: Option<Redundancy>,
+    /// Make disks only in pools of Ceph whose erasure coding has so many data chunks (k); 0 leaves it to the pool
+    #[arg(long, value_name = "NUMBER", group = "change")]
+    pub data_chunks: Option<u32>,
     /// Make disks only in pools of Ceph that keep copies apart on this, or on what is larger; `any` leaves it to the pool
     #[arg(long, value_name = "DOMAIN", value_parser = failure_domain_or_any(), group = "change")]
     pub failure_domain: Option<String>,

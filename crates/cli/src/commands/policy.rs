@@ -42,6 +42,7 @@ pub async fn run(
             messenger,
             osd_encryption,
             failures_to_tolerate,
+            data_chunks,
             failure_domain,
             object_size,
             stripe_unit,
@@ -69,6 +70,7 @@ pub async fn run(
                 messenger,
                 osd_encryption,
                 redundancy: Redundancy {
+                    data_chunks,
                     failure_domain,
                     ..failures_to_tolerate.unwrap_or_default()
                 },
@@ -139,6 +141,7 @@ async fn set(
         messenger: options.messenger,
         osd_encryption: options.osd_encryption,
         redundancy: options.failures_to_tolerate,
+        data_chunks: options.data_chunks,
         failure_domain: options.failure_domain.map(|domain| match domain.as_str() {
             arguments::ANY_DOMAIN => String::new(),
             _ => domain,

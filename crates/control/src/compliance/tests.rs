@@ -4,7 +4,7 @@ use vmseal_api::host::DatastoreLocation;
 use vmseal_api::image_layout::ImageLayout;
 use vmseal_api::model::Vm;
 use vmseal_api::osd_encryption::AskedOsds;
-use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
+use vmseal_api::redundancy::{Layout, PoolFacts, PoolLayout, Redundancy};
 use vmseal_api::request::SetPolicy;
 use vmseal_secret::sealed_box::Recipient;
 
@@ -156,6 +156,37 @@ async fn each_requirement_is_judged_alone() {
     assert_eq!(judged(&policy, &disks, &layouts), clear);
     let plain = Policy { encryption: false, ..policy };
     assert!(judged(&plain, &disks, &layouts).is_empty());
+}
+
+#[tokio::test]
+async fn data_chunks_are_judged_by_those_that_the_pool_has() {
+    let bench = Bench::new().await;
+    let fixture = &bench.fixture;
+    let mut read = fixture.store.read().await.unwrap();
+    let policy = policies::find(&mut read, "encrypted").await.unwrap().unwrap();
+    let web = vms::find(&mut read, "web").await.unwrap().unwrap();
+    let mut ceph = datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+    drop(read);
+    let disks = fixture.disks(web.id).await;
+    ceph.pools[0].layout = PoolLayout::Mirroring { copies: 3, copies_min: 1 };
+    let layout = PoolLayout::ErasureCoding { data: 2, coding: 2, parts_min: 2 };
+    let data = PoolFacts { pool: "ec".to_owned(), layout, ..ceph.pools[0].clone() };
+    ceph.pools.push(data);
+    let places = by_id(vec![ceph]);
+    for (data_chunks, deviating) in [(None, 0), (Some(2), 0), (Some(4), 2)] {
+        let layout = Some(Layout::ErasureCoding);
+        let redundancy = Redundancy { failures: 2, layout, data_chunks, failure_domain: None };
+        let policy = Policy { redundancy, ..policy.clone() };
+        let found = deviations(&policy, fixture.host, &disks, &places, &HashMap::new());
+        assert_eq!(found.len(), deviating, "{data_chunks:?}: {found:?}");
+        for it in found {
+            assert_eq!(it.requirement, Requirement::Redundancy);
+            assert_eq!(
+                it.why,
+                "pool 'ec' has k=2 m=2, not k=4 (data chunks). Policy 'encrypted' asks for 2 failures, erasure-coding, 4 data chunks"
+            );
+        }
+    }
 }
 
 /// A mount stays as it was when its pool is set to another messenger.

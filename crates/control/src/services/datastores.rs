@@ -8,7 +8,7 @@ use vmseal_api::datastore::{
     MountedWay, RbdPool, SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
-    CREATE_POOLS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
+    CREATE_POOLS, DATA_CHUNKS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
 };
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
@@ -106,7 +106,7 @@ fn id_of(host: HostId, location: &DatastoreLocation) -> DatastoreId {
     DatastoreId(uuid::Builder::from_custom_bytes(bytes).into_uuid())
 }
 
-/// Refuses a host whose agent cannot mount pools of Ceph, where the place is one.
+/// Refuses a host whose agent cannot mount or make this pool of Ceph, where the place is one.
 pub(super) fn can_mount(
     services: &Services,
     (host, name): (HostId, &str),
@@ -114,18 +114,29 @@ pub(super) fn can_mount(
 ) -> Result<(), Problem> {
     let Some(pool) = location.pool() else { return Ok(()) };
     let view = services.hosts.view(host);
-    let mounts = view.has(RBD_DATASTORES) && (pool.create.is_none() || view.has(CREATE_POOLS));
-    let takes_key = pool.keyring.is_some() || view.has(POOL_KEYS);
-    let chooses = pool.create.is_some_and(|create| create.failure_domain.is_some());
-    let keeps_apart = !chooses || view.has(FAILURE_DOMAINS);
-    let follows = pool.changed.is_none() || view.has(POOL_WAYS);
-    let lacks = match (mounts, takes_key, keeps_apart, follows) {
-        (true, true, true, true) => return Ok(()),
-        (false, ..) => "cannot mount pools of Ceph",
-        (_, false, ..) => "takes no keys of pools from the server",
-        (_, _, false, _) => "makes no pools with a failure domain of one's choice",
-        (.., false) => "does not know pools whose monitors, user or messenger were changed",
-    };
+    let create = pool.create.unwrap_or_default();
+    let needs = [
+        (true, RBD_DATASTORES, "cannot mount pools of Ceph"),
+        (pool.create.is_some(), CREATE_POOLS, "makes no pools of Ceph"),
+        (pool.keyring.is_none(), POOL_KEYS, "takes no keys of pools from the server"),
+        (
+            create.failure_domain.is_some(),
+            FAILURE_DOMAINS,
+            "makes no pools with a failure domain of one's choice",
+        ),
+        (
+            create.data_chunks.is_some(),
+            DATA_CHUNKS,
+            "makes no pools with a number of data chunks (k) of one's choice",
+        ),
+        (
+            pool.changed.is_some(),
+            POOL_WAYS,
+            "does not know pools whose monitors, user or messenger were changed",
+        ),
+    ];
+    let lacking = needs.into_iter().find(|(needed, feature, _)| *needed && !view.has(feature));
+    let Some((.., lacks)) = lacking else { return Ok(()) };
     services.hosts.connected(host)?;
     let detail = format!("the agent of host '{name}' {lacks}: upgrade vmseal there");
     Err(Problem::new(ErrorCode::Unsupported, detail))
@@ -426,3 +437,6 @@ pub async fn scan(
     let after = disks::placed(&mut *services.store.read().await?).await?;
     Ok(compare(&datastore, contents, &before, &after))
 }
+
+#[cfg(test)]
+mod tests;

@@ -93,7 +93,9 @@ pub async fn add(
     request.limits.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     check_caches([request.cache]).map_err(|(_, what)| Problem::invalid("cache", what))?;
     let redundancy = request.redundancy;
-    redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
+    redundancy
+        .check()
+        .map_err(|(field, what)| Problem::invalid(format!("redundancy.{field}"), what))?;
     let layout = request.image_layout;
     layout
         .check()

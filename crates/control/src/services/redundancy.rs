@@ -24,10 +24,12 @@ pub(super) async fn require(
             0 => "in pools with",
             _ => "where they outlive",
         };
+        let has_chunks = policy.redundancy.data_chunks.is_some();
+        let chunks = if has_chunks { " --data-chunks NUMBER" } else { "" };
         let (policy, asked) = (&policy.name, &policy.redundancy);
         let (disk, datastore) = (&disk.name, &disk.datastore_name);
         let detail = format!(
-            "policy '{policy}' has disks only {only} {asked}, and disk '{disk}' would be in datastore '{datastore}': {why}. Choose another datastore, or change the policy (vmseal policy set {policy} --failures-to-tolerate NUMBER --failure-domain DOMAIN)"
+            "policy '{policy}' has disks only {only} {asked}, and disk '{disk}' would be in datastore '{datastore}': {why}. Choose another datastore, or change the policy (vmseal policy set {policy} --failures-to-tolerate NUMBER{chunks} --failure-domain DOMAIN)"
         );
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }

@@ -316,6 +316,7 @@ fn changed(
         messenger,
         osd_encryption,
         redundancy,
+        data_chunks,
         failure_domain,
         object_size: _,
         stripe_unit: _,
@@ -351,15 +352,12 @@ fn changed(
             Some(model.to_owned())
         }
     };
-    if let Some(redundancy) = *redundancy {
-        redundancy.check().map_err(|what| Problem::invalid("redundancy.failures", what))?;
-        let failure_domain = redundancy.failure_domain.or(before.redundancy.failure_domain);
-        after.redundancy = Redundancy { failure_domain, ..redundancy };
-    }
-    if let Some(domain) = failure_domain {
-        after.redundancy.failure_domain = FailureDomain::asked(domain)
-            .map_err(|what| Problem::invalid("failure_domain", what))?;
-    }
+    after.redundancy = changed_redundancy(
+        before.redundancy,
+        *redundancy,
+        *data_chunks,
+        failure_domain.as_deref(),
+    )?;
     after.image_layout = image_layouts::changed(before.image_layout, request)?;
     if messenger.is_some() {
         after.messenger = asked_messenger(*messenger);
@@ -382,6 +380,35 @@ fn changed(
     if !after.encryption && after.provider.is_some() {
         let detail = "a policy without encryption has no key provider";
         return Err(Problem::invalid("provider", detail));
+    }
+    Ok(after)
+}
+
+/// What redundancy a policy asks for after a change. What the change does not give stays as it was `before`.
+fn changed_redundancy(
+    before: Redundancy,
+    redundancy: Option<Redundancy>,
+    data_chunks: Option<u32>,
+    failure_domain: Option<&str>,
+) -> Result<Redundancy, Problem> {
+    let mut after = before;
+    if let Some(asked) = redundancy {
+        asked
+            .check()
+            .map_err(|(field, what)| Problem::invalid(format!("redundancy.{field}"), what))?;
+        // With another layout their number means nothing.
+        let kept = before.data_chunks.filter(|_| asked.layout == before.layout);
+        let data_chunks = asked.data_chunks.or(kept);
+        let failure_domain = asked.failure_domain.or(before.failure_domain);
+        after = Redundancy { data_chunks, failure_domain, ..asked };
+    }
+    if let Some(chunks) = data_chunks {
+        after.data_chunks = Some(chunks).filter(|chunks| *chunks > 0);
+        after.check().map_err(|(_, what)| Problem::invalid("data_chunks", what))?;
+    }
+    if let Some(domain) = failure_domain {
+        after.failure_domain = FailureDomain::asked(domain)
+            .map_err(|what| Problem::invalid("failure_domain", what))?;
     }
     Ok(after)
 }

@@ -34,7 +34,7 @@ use vmseal_api::nic::{
     MACS_REFUSED, NICS_MAX,
 };
 use vmseal_api::pace::{RATE_MAX, RATE_MIN};
-use vmseal_api::redundancy::FAILURES_MAX;
+use vmseal_api::redundancy::{DATA_CHUNKS_MAX, DATA_CHUNKS_MIN, FAILURES_MAX};
 use vmseal_api::remote::GENERATION_MAX;
 use vmseal_api::request::{
     ADDRESS_MAX, ADDRESS_PATTERN, DESCRIPTION_MAX, DISK_SIZE_MAX, DISK_SIZE_MIN, DISKS_MAX,
@@ -46,10 +46,10 @@ use vmseal_secret::sealed_box::BOX_OVERHEAD;
 mod together;
 
 use self::together::{
-    backup_with_passphrase, deep_or_with_provider, disks_or_policy, drive_with_order,
-    encryption_with_provider, format_with_protection, image_with_format, key_with_pool,
-    linked_with_snapshot, memory_of_pages, name_or_new_vm, policy_with_remote, stripes_in_objects,
-    suspended_at_rest, user_data_or_user,
+    backup_with_passphrase, chunks_of_coding, deep_or_with_provider, disks_or_policy,
+    drive_with_order, encryption_with_provider, format_with_protection, image_with_format,
+    key_with_pool, linked_with_snapshot, memory_of_pages, name_or_new_vm, policy_with_remote,
+    stripes_in_objects, suspended_at_rest, user_data_or_user,
 };
 
 /// A name that a person chooses, and no id. What is refused is a text: of null, where that is allowed, a pattern alone says nothing.
@@ -214,6 +214,11 @@ fn part_of_image() -> Value {
 
 fn stripe_count() -> Value {
     json!({ "minimum": 2, "maximum": STRIPE_COUNT_MAX })
+}
+
+/// How many data chunks erasure coding has.
+fn data_chunks() -> Value {
+    json!({ "minimum": DATA_CHUNKS_MIN, "maximum": DATA_CHUNKS_MAX })
 }
 
 /// A limit that 0 takes away.
@@ -438,6 +443,11 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("SetPolicy/properties/stripe_count", none_or(stripe_count())),
         ("Redundancy/properties/failures", json!({ "maximum": FAILURES_MAX })),
         ("NewPools/properties/failures", json!({ "maximum": FAILURES_MAX })),
+        ("Redundancy/properties/data_chunks", data_chunks()),
+        ("NewPools/properties/data_chunks", data_chunks()),
+        ("SetPolicy/properties/data_chunks", none_or(data_chunks())),
+        ("Redundancy", chunks_of_coding()),
+        ("NewPools", chunks_of_coding()),
         ("SetPolicy/properties/failure_domain", failure_domain()),
         ("SetPolicy/properties/iops", none_or(json!({ "minimum": 1, "maximum": LIMIT_MAX }))),
         (

@@ -322,13 +322,21 @@ fn of_others(api: &Api) -> Vec<Try> {
 /// Bodies for policies, hosts and datastores.
 fn of_resources(api: &Api) -> Vec<Try> {
     let striped = json!({ "object_size": 8192, "stripe_unit": 4096, "stripe_count": 2 });
-    let new = json!({ "name": "more", "encryption": false, "image_layout": striped });
+    let new = json!({
+        "name": "more", "encryption": false, "image_layout": striped,
+        "redundancy": { "failures": 2, "layout": "erasure_coding", "data_chunks": 4 },
+    });
     let mut changed = striped;
     changed["encryption"] = json!(false);
+    changed["redundancy"] = json!({ "failures": 2, "layout": "erasure_coding" });
+    changed["data_chunks"] = json!(4);
     let directory = json!({ "kind": "dir", "path": "/more" });
     let pool = |pool: Value| json!({ "kind": "rbd", "path": "/more", "pool": pool });
     let monitors = json!({ "monitors": "192.0.2.1", "user": "client.a", "pool": "vms" });
     let new_pools = with(&monitors, "/create", json!({ "failures": 1, "failure_domain": "row" }));
+    let coding =
+        |chunks: u32| json!({ "failures": 2, "layout": "erasure_coding", "data_chunks": chunks });
+    let copies = json!({ "failures": 2, "data_chunks": 4 });
     let key = api.sealed("datastore more", "a key");
     vec![
         Try {
@@ -342,6 +350,9 @@ fn of_resources(api: &Api) -> Vec<Try> {
                 ("/image_layout/stripe_unit", Value::Null, "image_layout.stripe_count"),
                 ("/provider", json!("keys"), "provider"),
                 ("/limits", json!({ "stall_timeout": 4 }), "limits.stall_timeout"),
+                ("/redundancy", coding(1), "redundancy.data_chunks"),
+                ("/redundancy", coding(33), "redundancy.data_chunks"),
+                ("/redundancy", copies.clone(), "redundancy.data_chunks"),
             ],
         },
         Try {
@@ -352,6 +363,10 @@ fn of_resources(api: &Api) -> Vec<Try> {
             refused: vec![
                 ("/stripe_unit", json!(16384), "stripe_unit"),
                 ("/provider", json!("keys"), "provider"),
+                ("/redundancy", copies.clone(), "redundancy.data_chunks"),
+                ("/redundancy", json!({ "failures": 2 }), "data_chunks"),
+                ("/data_chunks", json!(1), "data_chunks"),
+                ("/data_chunks", json!(33), "data_chunks"),
             ],
         },
         Try {
@@ -412,6 +427,9 @@ fn of_resources(api: &Api) -> Vec<Try> {
             body: json!({ "name": "more", "host": "none", "key": key, "location": pool(monitors) }),
             refused: vec![
                 ("/location/pool/user", json!("a"), "location.pool.user"),
+                ("/location/pool/create", coding(1), "location.pool.create.data_chunks"),
+                ("/location/pool/create", coding(33), "location.pool.create.data_chunks"),
+                ("/location/pool/create", copies, "location.pool.create.data_chunks"),
                 ("/location/pool/keyring", json!("/keyring"), "key"),
                 ("/key", Value::Null, "location.pool.keyring"),
             ],

@@ -71,7 +71,7 @@ async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
     let asks = async |failures, layout, dry_run| {
-        let redundancy = Some(Redundancy { failures, layout, failure_domain: None });
+        let redundancy = Some(Redundancy { failures, layout, ..Redundancy::default() });
         let request = SetPolicy { redundancy, ..SetPolicy::default() };
         match set(&services, &me, "encrypted", request, dry_run).await? {
             Outcome::Planned(plan) => Ok(plan.steps.concat()),
@@ -108,6 +108,73 @@ async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of
     asks(0, None, false).await.unwrap();
     let Ok(Outcome::Done(task)) = moved("local").await else { panic!("it does not move") };
     fixture.ends_well(task.id).await;
+}
+
+/// A pool of names and headers, and one of data, which is erasure-coded.
+fn coded(data: u32, coding: u32) -> Vec<PoolFacts> {
+    let names = mirrored(coding + 1, 1).remove(0);
+    let layout = PoolLayout::ErasureCoding { data, coding, parts_min: data };
+    let data = PoolFacts { pool: "ec".to_owned(), layout, ..names.clone() };
+    vec![names, data]
+}
+
+#[tokio::test]
+async fn disks_of_a_policy_with_a_number_of_data_chunks_are_in_pools_that_have_so_many() {
+    let fixture = Fixture::new().await;
+    fixture.add_pool("ceph", coded(2, 2)).await;
+    fixture.made("web", "encrypted").await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let changed = async |request: SetPolicy, dry_run| match set(
+        &services,
+        &me,
+        "encrypted",
+        request,
+        dry_run,
+    )
+    .await?
+    {
+        Outcome::Planned(plan) => Ok(plan.steps.concat()),
+        Outcome::Done(policy) => Ok::<_, Problem>(policy.redundancy.to_string()),
+    };
+    let coding = |data_chunks| {
+        let layout = Some(Layout::ErasureCoding);
+        let redundancy = Redundancy { failures: 2, layout, data_chunks, failure_domain: None };
+        SetPolicy { redundancy: Some(redundancy), ..SetPolicy::default() }
+    };
+    let chunks = |number| SetPolicy { data_chunks: Some(number), ..SetPolicy::default() };
+    let moved = async || {
+        let request = MoveVm { datastore: "ceph".to_owned(), disks: Vec::new(), rate: None };
+        mirror::move_disks(&services, &me, "web", request, false).await
+    };
+    let refused = changed(chunks(4), false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("data_chunks"));
+    assert!(refused.detail.contains("erasure coding"), "{refused}");
+    let refused = changed(coding(Some(1)), false).await.unwrap_err();
+    assert_eq!(refused.field.as_deref(), Some("redundancy.data_chunks"));
+
+    let four = "2 failures, erasure-coding, 4 data chunks";
+    assert_eq!(changed(coding(Some(4)), false).await.unwrap(), four);
+    let refused = moved().await.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState);
+    assert!(refused.detail.contains("pool 'ec' has k=2 m=2, not k=4 (data chunks)"), "{refused}");
+    assert!(refused.detail.contains("--data-chunks NUMBER"), "{refused}");
+    // It stays where the layout does.
+    assert_eq!(changed(coding(None), false).await.unwrap(), four);
+    let two = "2 failures, erasure-coding, 2 data chunks";
+    assert_eq!(changed(chunks(2), false).await.unwrap(), two);
+    let Ok(Outcome::Done(task)) = moved().await else { panic!("it does not move") };
+    fixture.ends_well(task.id).await;
+    assert!(changed(coding(Some(2)), true).await.unwrap().contains("no VM needs anything"));
+    let planned = changed(chunks(4), true).await.unwrap();
+    assert!(planned.contains("not k=4") && planned.contains("with an alarm"), "{planned}");
+
+    assert_eq!(changed(chunks(0), false).await.unwrap(), "2 failures, erasure-coding");
+    assert_eq!(changed(chunks(4), false).await.unwrap(), four);
+    // Copies have no data chunks.
+    let redundancy = Some(Redundancy { failures: 1, ..Redundancy::default() });
+    let failures = SetPolicy { redundancy, ..SetPolicy::default() };
+    assert_eq!(changed(failures, false).await.unwrap(), "1 failure");
 }
 
 #[tokio::test]

@@ -181,7 +181,7 @@ async fn a_datastore_that_is_not_as_the_policy_asks_is_refused() {
 
     bench.set_policy(SetPolicy { messenger: Some(Messenger::Crc), ..Default::default() }).await;
     let layout = Some(Layout::Mirroring);
-    let redundancy = Some(Redundancy { failures: 1, layout, failure_domain: None });
+    let redundancy = Some(Redundancy { failures: 1, layout, ..Redundancy::default() });
     bench.set_policy(SetPolicy { redundancy, ..Default::default() }).await;
     let refused = bench.refused(|| to("second", "copy")).await;
     assert_eq!(refused.code, ErrorCode::WrongState);

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use vmseal_api::cloud_init::CLOUD_INIT_DISK;
 use vmseal_api::hardware::{Firmware, HUGE_PAGE, MemoryBacking, TPM_DISK, VARIABLES_DISK};
 use vmseal_api::image_layout::OBJECT_SIZE;
+use vmseal_api::redundancy::Layout;
 use vmseal_api::transfer::ExportFormat;
 
 use super::object_sizes;
@@ -28,6 +29,7 @@ pub(super) fn changed_policy() -> Value {
         replica_with_rate(),
         changed_encryption_with_provider(),
         changed_stripes_in_objects(),
+        changed_chunks_of_coding(),
     ] })
 }
 
@@ -254,6 +256,27 @@ fn changed_stripes_in_objects() -> Value {
     });
     let choices = [no_size, no_unit, no_stripes].into_iter().chain(of_objects);
     json!({ "anyOf": choices.collect::<Vec<_>>() })
+}
+
+/// The layout is erasure coding.
+fn coding() -> Value {
+    json!({
+        "properties": { "layout": { "const": Layout::ErasureCoding } },
+        "required": ["layout"],
+    })
+}
+
+/// Data chunks are of erasure coding.
+pub(super) fn chunks_of_coding() -> Value {
+    json!({ "anyOf": [{ "properties": { "data_chunks": { "type": "null" } } }, coding()] })
+}
+
+/// The same of a change, where 0 leaves them to the pool. Where a change does not have the layout, the policy has it.
+fn changed_chunks_of_coding() -> Value {
+    json!({ "anyOf": [
+        { "properties": { "data_chunks": { "enum": [null, 0] } } },
+        { "properties": { "redundancy": coding() } },
+    ] })
 }
 
 /// A policy that is to encrypt nothing gets no provider of keys but the default one, which is none.
