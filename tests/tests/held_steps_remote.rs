@@ -21,7 +21,7 @@ use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::{self, booted, run};
-use vmseal_tests::two_hosts::{FILTER, QEMU};
+use vmseal_tests::two_hosts::{FILTER, KNOWN_LIMIT, QEMU};
 
 const VM: &str = "web";
 
@@ -39,9 +39,6 @@ const RATE: &str = "4MiB";
 
 /// What is sent, one after the other, as the task names it.
 const PHASES: [&str; 2] = ["disks", "memory"];
-
-/// What the agent says where QEMU before 9.0 has lost a disk with its filter (docs/decisions/020).
-const KNOWN_LIMIT: &str = "QEMU accepts another filter for disk";
 
 /// When something dies.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,7 +81,7 @@ impl Part {
         }
     }
 
-    /// Whether there may be such a moment: of the others the tasks say.
+    /// Whether it may have so many moments: how many steps follow in the other parts is found out as their tasks run.
     fn may_have(self, moment: usize) -> bool {
         !matches!(self, Self::Begins | Self::Sends) || moment < self.moments()
     }
