@@ -21,8 +21,8 @@ pub const FILTER: &str = "vmseal-filter";
 /// The TPM, as a process.
 pub const SWTPM: &str = "swtpm";
 
-/// What the agent says of a guest that QEMU has lost with its filter.
-const KNOWN_LIMIT: &str =
+/// What the agent says of a guest that QEMU has lost with its filter (docs/decisions/020).
+pub const KNOWN_LIMIT: &str =
     "as QEMU before 9.0 does when a filter has died while the guest was not using the disk";
 
 /// Adds the second host, with a datastore of its own.

@@ -41,6 +41,7 @@ mod held_steps_at_rest;
 mod held_steps_devices;
 mod held_steps_hosts;
 mod held_steps_lost;
+mod held_steps_remote;
 mod held_steps_replicas;
 mod in_place;
 mod init;

@@ -213,6 +213,12 @@ pub fn panicked_while_sent(spec: &VmSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// The guest of a VM has ended while it was sent to another host. `why` is what is known of its end.
+#[must_use]
+pub fn ended_while_sent(spec: &VmSpec, why: &str) -> Problem {
+    wrong_state(spec, &format!("ended while it was sent, and is off on its host: {why}"))
+}
+
 /// The guest of a VM sleeps, and its QEMU would not keep it so. `what` says what is not done.
 #[must_use]
 pub fn sleeps(spec: &VmSpec, what: &str) -> Problem {

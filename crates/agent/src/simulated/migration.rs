@@ -122,6 +122,18 @@ fn copies_of(job: Option<&JobSpec>) -> Option<&ArrivingCopies> {
     }
 }
 
+impl Known {
+    /// The guest has ended, and its sending with it. One that was handed over before has been sent.
+    pub fn ended_while_sent(&mut self, why: &str) {
+        let Some(task) = self.jobs.sender() else { return };
+        if self.jobs.is_ready_to_commit(task) || self.jobs.sends_at_rest() {
+            return;
+        }
+        self.work.remove(&Work::Job(task));
+        self.jobs.migrated(task, Err(rules::ended_while_sent(&self.spec, why)));
+    }
+}
+
 impl Inside {
     /// Whether it can connect to a port of another host.
     pub fn reaches(&self, port: SocketAddr) -> Result<(), Problem> {

@@ -285,6 +285,7 @@ impl Known {
             self.spec = next;
         }
         self.work.retain(|work, _| matches!(work, Work::Job(_)));
+        self.ended_while_sent(detail);
         let stopped = Stopped { at: Timestamp::now(), reason, detail: detail.to_owned() };
         if reason.is_death() {
             self.died = Some(stopped.clone());

@@ -538,6 +538,7 @@ impl Owner {
             self.keep_bitmaps().await;
         }
         self.fail_keeping().await;
+        self.ended_while_sent(&detail);
         if let Some(next) = self.next.take() {
             self.spec = next;
         }

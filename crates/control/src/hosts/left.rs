@@ -9,6 +9,7 @@
 //! | at another control plane: it is being deleted here | as elsewhere | as elsewhere |
 //! | here | handed over | its guest goes on, unless it has run elsewhere since: the host knows |
 //! | here, and a task could not learn whether it runs elsewhere | handed over | nothing, until an operator has resolved that task |
+//! | the same | off | nothing; it is not started either until then |
 
 use sqlx::SqliteConnection;
 use vmseal_api::host::{HostAgent, JobKind, JobSpec, Power, SendJob, VmState};
@@ -20,6 +21,7 @@ use super::{copies, is_silence, registration};
 use crate::locks::Locks;
 use crate::operation::Operation;
 use crate::operation::migration::SWITCH;
+use crate::store::tasks::Task;
 use crate::store::{Store, StoreError, disks, tasks, vms};
 use crate::task_alarms;
 
@@ -47,7 +49,7 @@ pub(super) async fn deal_with(
     if tasks::holding(&mut read, seen.vm).await?.is_some() {
         return Ok(());
     }
-    if is_undecided(&mut read, host, seen.vm).await? {
+    if undecided_switch(&mut read, host, seen.vm).await?.is_some() {
         return Ok(());
     }
     let disks = disks::of_vm(&mut read, seen.vm).await?;
@@ -89,17 +91,20 @@ pub(super) async fn deal_with(
     }
 }
 
-/// Whether a task that has ended was to send a VM from this host, and ended without knowing whether its guest runs elsewhere. An operator who
-/// resolves the task says that it does not.
-async fn is_undecided(
+/// The task that was to send a VM from this host, and has ended without knowing whether its guest runs elsewhere; none where there is none. An
+/// operator who resolves the task says that it does not.
+///
+/// # Errors
+/// The inventory's.
+pub(crate) async fn undecided_switch(
     read: &mut SqliteConnection,
     host: HostId,
     vm: VmId,
-) -> Result<bool, StoreError> {
+) -> Result<Option<Task>, StoreError> {
     // One whose guest was found elsewhere has recorded that.
-    let Some(known) = vms::get(&mut *read, vm).await? else { return Ok(false) };
+    let Some(known) = vms::get(&mut *read, vm).await? else { return Ok(None) };
     if known.host != host || known.lifecycle == Lifecycle::Deleting {
-        return Ok(false);
+        return Ok(None);
     }
     for task in tasks::unknown_of_vm(&mut *read, vm).await? {
         let sent = matches!(
@@ -107,10 +112,10 @@ async fn is_undecided(
             Operation::MigrateVm { from, .. } | Operation::MigrateAway { from, .. } if from == host
         );
         if sent && task.step == SWITCH && task_alarms::is_active(&mut *read, &task).await? {
-            return Ok(true);
+            return Ok(Some(task));
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 fn sending(disks: Vec<DiskId>) -> JobSpec {

@@ -45,6 +45,7 @@ pub use self::definition::{about, spec_of, spec_of_disk};
 pub(crate) use self::differing::differing;
 pub use self::earlier_agents::for_agent;
 use self::keys::Purpose;
+pub(crate) use self::left::undecided_switch;
 use self::monitor::Monitor;
 pub use self::registration::{
     definition_at, definition_with, has_devices, read as definition, register, register_locked,

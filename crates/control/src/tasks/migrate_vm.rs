@@ -330,7 +330,7 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
     let (vm, ends, checked) = (run.vm().await?, ends(run)?, checked(run)?);
     let (source, destination) =
         (run.host_state(ends.from, None).await?, run.host_state(ends.to, None).await?);
-    if is_handed_over(run, &source) && has_loaded(run, &destination)? {
+    if has_sent(run, &source) && has_loaded(run, &destination)? {
         left::require_no_dump(run, &source, &checked.sent())?;
         return Ok(Watched::late(run, &source));
     }
@@ -445,7 +445,7 @@ async fn follow(run: &Run<'_>, ends: &Ends, mut sent: SendJob) -> Result<Watched
         watched.note(run, &source);
         left::require_no_dump(run, &source, &sent)?;
         let (here, there) = (at_source(run, &source), at_destination(run, &destination));
-        if is_handed_over(run, &source) && there == Said::Done {
+        if has_sent(run, &source) && there == Said::Done {
             return Ok(watched.loaded(run, &destination));
         }
         match judge(&here, &there, wait.is_over()) {
@@ -483,6 +483,12 @@ async fn tell_pace(
 /// Whether the source's guest stands still, and its disks are free.
 fn is_handed_over(run: &Run<'_>, source: &HostState) -> bool {
     state_of(source, run.vm_id).is_some_and(|seen| seen.power == Power::Migrating)
+}
+
+/// Whether the source has sent all of the guest. Its QEMU may have ended since: the other host has what the guest goes on from.
+fn has_sent(run: &Run<'_>, source: &HostState) -> bool {
+    let is_sent = run.job_in(source).is_some_and(|job| job.state == JobState::ReadyToCommit);
+    is_sent || is_handed_over(run, source)
 }
 
 /// Whether the destination has loaded the guest's memory.

@@ -164,7 +164,7 @@ impl Runner<'_> {
             Err(StepFailure { problem, .. })
                 if step.is_undone_by_monitor() && is_silence(&problem) =>
             {
-                tracing::info!(task = %self.task.id, step = step.name(), %problem, "left to the host's monitor");
+                tracing::info!(task = %self.task.id, step = step.name(), %problem, "undone later, without the task");
                 Ok(())
             }
             other => other.map(drop),

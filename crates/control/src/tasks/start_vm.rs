@@ -12,11 +12,12 @@ use vmseal_api::id::HostId;
 use vmseal_api::problem::{ErrorCode, Problem};
 
 use super::fencing;
-use super::run::{Run, StepError, absent_is_fine, state_of};
+use super::run::{Run, StepError, absent_is_fine, state_of, wrong_state};
 use super::step::{Limit, Output, WaitPolicy};
 use crate::hosts::keys::Purpose;
 use crate::hosts::mounted;
 use crate::hosts::osds;
+use crate::hosts::undecided_switch;
 use crate::operation::Operation;
 use crate::stalls;
 use crate::store::vms::Vm;
@@ -74,6 +75,7 @@ impl super::step::Step for StartVmStep {
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
         match self {
             Self::Prepare | Self::AwaitKey => {
+                require_decided(run).await?;
                 // That a VM is suspended the host need not be asked again if it knew the VM.
                 let suspended = match prepare_seen(run).await? {
                     Some(power) => power == Power::Suspended,
@@ -99,6 +101,19 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How long processes may take to end when their VM's power is cut.
 const OFF_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Refuses a VM that is off here, and may run on the host that it was sent to: its QEMU has ended since all of it was sent.
+async fn require_decided(run: &Run<'_>) -> Result<(), StepError> {
+    let vm = run.vm().await?;
+    let undecided = undecided_switch(&mut *run.store().read().await?, vm.host, vm.id).await?;
+    let Some(task) = undecided else { return Ok(()) };
+    Err(wrong_state(format!(
+        "VM '{}' may run on the host that it was sent to: task {} ({}) has ended without knowing. See to it that it does not run there, then say so (vmseal task resolve {1})",
+        vm.name,
+        task.id,
+        task.operation.kind()
+    )))
+}
 
 /// Ensures that the host has the VM's key; for what only reads its disks, any key that opens them.
 pub(super) async fn prepare(run: &Run<'_>) -> Result<(), StepError> {

@@ -132,7 +132,8 @@ pub(crate) trait Step: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Whether it is undone without the task when the host does not answer: its monitor sees to that when it does.
+    /// Whether it is undone without the task when the host does not answer: its monitor sees to that when it does. Another control plane that
+    /// does not answer gives up by itself what was asked of it.
     fn is_undone_by_monitor(&self) -> bool {
         false
     }

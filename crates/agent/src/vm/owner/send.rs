@@ -265,6 +265,17 @@ impl Owner {
         self.jobs.migrated(task, Err(problem));
     }
 
+    /// The guest has ended, and its sending with it: else the task would wait until the other host notices. One that was handed over before
+    /// has been sent.
+    pub(super) fn ended_while_sent(&mut self, why: &str) {
+        if self.jobs.sends_at_rest() {
+            return;
+        }
+        if let Some(task) = self.jobs.sender() {
+            self.jobs.migrated(task, Err(rules::ended_while_sent(&self.spec, why)));
+        }
+    }
+
     /// The guest has fallen asleep while it is sent, and is sent no more where QEMU would not send it as it is.
     pub(super) async fn asleep_while_sent(&mut self) {
         let Some(task) = self.jobs.sender() else { return };

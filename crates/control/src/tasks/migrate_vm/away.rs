@@ -35,10 +35,9 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, agent_of, end_at_source, is_handed_over, left, nonce, running_disks,
-    tell_pace,
+    NewSession, STREAMS, agent_of, end_at_source, has_sent, left, nonce, running_disks, tell_pace,
 };
-use crate::hosts::keys;
+use crate::hosts::{is_silence, keys};
 use crate::operation::Operation;
 use crate::operation::migration::SWITCH;
 use crate::remotes::{RemoteControlPlane, Wanted, describe};
@@ -128,6 +127,11 @@ impl Step for AwayStep {
             Self::DestroyKey => Some(Limit::Provider),
             _ => None,
         }
+    }
+
+    fn is_undone_by_monitor(&self) -> bool {
+        // The other control plane gives an arrival up whose source it does not hear.
+        matches!(self, Self::Announce)
     }
 
     async fn forward(&self, run: &Run<'_>) -> Result<Output, StepError> {
@@ -293,17 +297,22 @@ async fn announce(run: &Run<'_>) -> Result<(), StepError> {
     }
 }
 
-/// Undoes [`announce`]. Where the other control plane does not answer it gives the arrival up by itself.
+/// Undoes [`announce`]. One that does not answer is asked again, as an agent is: until it has given the arrival up, the VM's name and ids are taken
+/// there, and it cannot be sent there once more.
 async fn call_off(run: &Run<'_>) -> Result<(), StepError> {
     let arrival = route(run)?.arrival;
     let called_off = match remote(run).await {
         Ok(remote) => remote.cancel_arrival(arrival).await.map(drop),
         Err(error) => Err(error.problem()),
     };
-    if let Err(problem) = called_off {
-        tracing::warn!(vm = %run.vm_id, %problem, "the other control plane gives the arrival up later");
+    match called_off {
+        Err(problem) if is_silence(&problem) => Err(problem.into()),
+        Err(problem) => {
+            tracing::warn!(vm = %run.vm_id, %problem, "the other control plane gives the arrival up later");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
     }
-    Ok(())
 }
 
 /// Has the guest sent, unless it is.
@@ -328,7 +337,7 @@ async fn transfer(run: &Run<'_>) -> Result<Watched, StepError> {
 
 /// Whether the source has sent all: its guest stands still, or the disks of the VM that is off are at the other host.
 fn is_sent(run: &Run<'_>, route: &Route, source: &HostState) -> bool {
-    if route.at_rest { at_rest::is_sent(run, source) } else { is_handed_over(run, source) }
+    if route.at_rest { at_rest::is_sent(run, source) } else { has_sent(run, source) }
 }
 
 /// Tells both sides of a new session. Returns what the source was told.

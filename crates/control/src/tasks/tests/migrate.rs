@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vmseal_agent::simulated::SimulatedHost;
-use vmseal_api::host::MigrationProgress;
 use vmseal_api::host::version::MIGRATE_SHARED_TPM;
+use vmseal_api::host::{MigrationProgress, StopReason};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::migration::{Migration, MigrationPhase};
 use vmseal_api::request::{MigrateVm, SetTask};
@@ -215,6 +215,25 @@ async fn former_images_are_removed_whenever_the_source_s_agent_restarts() {
             fixture.done(Disks::Copied.operation(&fixture, vm).await, "web").await;
             Disks::Copied.assert_done(&fixture, vm, &format!("{call:?} {fault:?}")).await;
         }
+    }
+}
+
+/// The server looks at the first host when the guest has ended there already.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guest_whose_qemu_dies_once_all_of_it_is_sent_goes_on_at_the_other_host() {
+    for disks in [Disks::Shared, Disks::Copied] {
+        let what = format!("{disks:?}, its former QEMU has died");
+        let mut fixture = Fixture::new().await;
+        let vm = disks.before(&fixture).await;
+        let (faults, done) = at("transfer", TaskState::Running, FaultPoint::After, Fault::Crash, 1);
+        fixture.restart(|engine: &mut Engine| engine.environment.faults = Some(faults)).await;
+        let task = fixture.begin(disks.operation(&fixture, vm).await, "web").await;
+        let crashed = async || (done.load(Ordering::SeqCst) > 0).then_some(());
+        fixture.eventually(&what, crashed).await;
+        fixture.agent.stop_guest(vm, StopReason::QemuDied);
+        fixture.restart(|_| {}).await;
+        fixture.ends_well(task).await;
+        disks.assert_done(&fixture, vm, &what).await;
     }
 }
 

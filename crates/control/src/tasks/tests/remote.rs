@@ -2,6 +2,7 @@
 //! decides; at the end one inventory has the VM, and the other one nothing of it.
 
 mod at_rest;
+mod ended;
 mod in_the_clear;
 mod killed;
 mod left;
@@ -429,5 +430,30 @@ async fn either_side_may_cancel_while_the_guest_is_sent() {
         assert_eq!(state, TaskState::Cancelled, "cancelled there: {there}");
         assert_eq!(two.east.ended(arrival).await.state, TaskState::Cancelled);
         two.assert_stays(&format!("cancelled there: {there}")).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_does_not_answer_when_a_migration_is_undone_is_told_again_for_a_while() {
+    for (times, is_told) in [(ATTEMPTS - 1, true), (u32::MAX, false)] {
+        let what = format!("{times} calls are lost");
+        let two = Two::new().await;
+        two.west.agent.set_work(LONG);
+        let (task, arrival) = two.begin().await;
+        let sends = async || two.west.agent.departure(two.vm, task).map(drop);
+        two.west.eventually("it is sent", sends).await;
+        two.west.plane.lose("cancel", Lost::Calls, times);
+        two.west.engine.cancel(&task.to_string(), "me").await.unwrap();
+        assert_eq!(two.west.ended(task).await.state, TaskState::Cancelled, "{what}");
+        assert_eq!(two.west.plane.calls("cancel"), ATTEMPTS as usize, "{what}");
+        if is_told {
+            assert_eq!(two.east.ended(arrival).await.state, TaskState::Cancelled, "{what}");
+            two.assert_stays(&what).await;
+        } else {
+            // It gives the arrival up by itself, much later.
+            two.west.assert_whole(two.vm, Power::Running, &what).await;
+            assert!(two.west.agent.runs(two.vm), "{what}: it stands still");
+            assert!(two.east.task(arrival).await.ended.is_none(), "{what}");
+        }
     }
 }

@@ -406,9 +406,8 @@ async fn only_a_switch_whose_host_does_not_answer_is_given_up() {
     assert!(refused(task).await.contains("only a migration"));
 }
 
-/// A defect ends the task while it asks. The monitor of the first host knows no more than the task.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_guest_whose_switch_was_never_decided_goes_on_only_when_an_operator_has_resolved_that() {
+/// A VM, and the task that was to send it: a defect has ended that while it asked.
+async fn never_decided() -> (Fixture, VmId, TaskId) {
     let mut fixture = Fixture::new().await;
     let vm = Disks::Copied.before(&fixture).await;
     let faults: Faults = Arc::new(|step, state, point| match (step, state, point) {
@@ -420,6 +419,13 @@ async fn a_guest_whose_switch_was_never_decided_goes_on_only_when_an_operator_ha
     let task = fixture.begin(Disks::Copied.operation(&fixture, vm).await, "web").await;
     assert_eq!(fixture.ended(task).await.state, TaskState::Unknown);
     assert!(fixture.alarms().await.contains(&"task-unfinished web".to_owned()));
+    (fixture, vm, task)
+}
+
+/// The monitor of the first host knows no more than the task.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guest_whose_switch_was_never_decided_goes_on_only_when_an_operator_has_resolved_that() {
+    let (mut fixture, vm, task) = never_decided().await;
     // Once the host is connected, its monitor has dealt with what is left there.
     fixture.restart(|_| {}).await;
     assert!(fixture.agent.running().contains(&vm), "it was ended");
@@ -428,4 +434,20 @@ async fn a_guest_whose_switch_was_never_decided_goes_on_only_when_an_operator_ha
     let goes_on = async || fixture.agent.runs(vm).then_some(());
     fixture.eventually("it goes on", goes_on).await;
     Disks::Copied.assert_undone(&fixture, vm, "resolved").await;
+}
+
+/// Its QEMU has died as well: the VM is off at the first host, and may run at the other one all the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_vm_whose_switch_was_never_decided_is_started_only_when_an_operator_has_resolved_that() {
+    let (fixture, vm, task) = never_decided().await;
+    fixture.agent.stop_guest(vm, StopReason::QemuDied);
+    let start = || Operation::StartVm { vm, boot_once: None };
+    let ended = fixture.ended(fixture.begin(start(), "web").await).await;
+    assert_eq!(ended.state, TaskState::Failed);
+    let why = ended.problem.unwrap().detail;
+    assert!(why.contains(&format!("vmseal task resolve {task}")), "{why}");
+    assert!(!fixture.agent.running().contains(&vm), "it was started");
+    fixture.engine.resolve(&task.to_string(), "me").await.unwrap();
+    fixture.done(start(), "web").await;
+    assert!(fixture.agent.runs(vm), "it does not run");
 }
