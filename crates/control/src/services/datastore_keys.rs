@@ -217,7 +217,7 @@ async fn have_tried(
 }
 
 /// The hosts of a datastore that the server gives its key.
-pub(super) fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
+fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
     let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
     if !holders.is_empty() {
         return Ok(holders);
@@ -225,7 +225,7 @@ pub(super) fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnH
     let place = hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
     let what = match place {
         Some(keyring) => format!(
-            "the key of datastore '{name}' is in a file on its hosts: change it there ({})",
+            "the key of datastore '{name}' is in a file on its hosts by now ({}): try again",
             keyring.display()
         ),
         None => format!("datastore '{name}' is a directory, which has no key"),
