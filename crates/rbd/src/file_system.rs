@@ -35,6 +35,7 @@ use crate::monitors::{Good, Question};
 use crate::open_file::{OpenFile, Store};
 use crate::open_files::{OpenFiles, Rights};
 use crate::osds;
+use crate::pools;
 use crate::rooms::Rooms;
 
 pub use self::requests::Requests;
@@ -96,7 +97,9 @@ fn text(name: &OsStr) -> io::Result<&str> {
 /// What room a pool has.
 fn room(cluster: &Arc<Cluster>, pool: String) -> Question<(u64, u64)> {
     let cluster = Arc::clone(cluster);
-    Question::needed("what room the pool has", POOL_KNOWN, ROOM_FIRST, move || cluster.room(&pool))
+    Question::needed("what room the pool has", POOL_KNOWN, ROOM_FIRST, move || {
+        pools::room(&cluster, &pool)
+    })
 }
 
 impl FileSystem {
