@@ -255,8 +255,7 @@ pub(super) async fn set(
     let mut write = services.store.write().await?;
     let found = datastores::find(&mut write, &before.id.to_string()).await?;
     let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
-    let is_other = |on: &OnHost| before.on(on.host).is_some_and(|it| it.location != on.location);
-    if datastore.hosts.iter().any(is_other) {
+    if datastore.is_elsewhere_than(&before) {
         let detail = format!(
             "how hosts get to datastore '{}' was changed while the key was tried: it is not kept. Try again",
             datastore.name
