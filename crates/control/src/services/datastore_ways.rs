@@ -281,7 +281,7 @@ fn require(services: &Services, on: &OnHost) -> Result<(), Problem> {
         return Ok(());
     }
     let detail = format!(
-        "the agent of host '{}' does not follow a pool whose monitors, user or messenger are changed: upgrade vmseal there",
+        "the agent of host '{}' would go on to use the pool in the former way: upgrade vmseal there",
         on.host_name
     );
     Err(Problem::new(ErrorCode::Unsupported, detail))

@@ -1,6 +1,6 @@
 use std::path::{Path, PathBuf};
 
-use vmseal_agent::simulated::SimulatedHost;
+use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::datastore::{Messenger, MountedWay};
 use vmseal_api::host::HostAgent;
 use vmseal_api::model;
@@ -287,6 +287,25 @@ async fn the_server_takes_the_key_over_from_keyrings_and_gives_it_up_for_them() 
     let told = bench.fixture.events("datastore.set").await;
     assert_eq!(told.len(), 3, "{told:?}");
     assert!(told.iter().all(|event| !event.detail.contains(&key)), "{told:?}");
+}
+
+/// The same where the server dies after it has kept the key, and before it has given it.
+#[tokio::test]
+async fn a_key_that_was_taken_over_and_not_given_yet_is_given_to_the_next_agent() {
+    let bench = Bench::new().await;
+    add_rings(&bench).await;
+    let (agent, place, key) = (&bench.fixture.agent, Path::new("/rings"), a_key(0xa5));
+    agent.inject(Call::OfferPoolKey, 1, Fault::Refuse(ErrorCode::Internal));
+    let set = service::set(&bench.services, &bench.me, "rings", with_key(&bench, &key), false);
+    let refused = set.await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("host 'here' has not got it"), "{refused}");
+    let (keyring, held) = keyring_and_key(&bench).await;
+    assert!(keyring.is_none() && held.is_some(), "{keyring:?}");
+    assert_eq!(agent.pool_key(place), None);
+    agent.restart();
+    let given = async || agent.pool_key(place);
+    let given = bench.fixture.eventually("the next agent gets the key", given).await;
+    assert_eq!(given, key.as_bytes());
 }
 
 #[tokio::test]
