@@ -1,4 +1,4 @@
-//! That a pool of a Ceph cluster has little room left, or none, as the monitors have marked it.
+//! That a pool of a Ceph cluster has little room left, or no room, as the monitors have marked it.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,7 +33,7 @@ impl PoolFullness {
                 "pool '{pool}' is full: an OSD that has data of it has no room left (ceph osd df). Add OSDs, or raise the full ratio for a while (ceph osd set-full-ratio) and make room"
             ),
             Self::QuotaUsedUp => format!(
-                "pool '{pool}' is full: its quota is used up (ceph osd pool get-quota {pool}). Raise it (ceph osd pool set-quota {pool} max_bytes BYTES)"
+                "pool '{pool}' is full: its quota is used up (ceph osd pool get-quota {pool}). Raise it (ceph osd pool set-quota {pool} max_bytes BYTES, or max_objects NUMBER)"
             ),
         }
     }

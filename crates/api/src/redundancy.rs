@@ -89,7 +89,8 @@ pub struct PoolFacts {
     /// How its OSDs compress what they store; none where they do not. Ciphertext does not become smaller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<String>,
-    /// That it has little room left, or none, as the monitors have marked it; none where it has room, or its host is of an earlier version.
+    /// The monitors' mark that it has little room left, or no room. It is absent where the pool has room, or where what serves it on the host is
+    /// of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fullness: Option<PoolFullness>,
 }
@@ -107,7 +108,7 @@ impl PoolFacts {
         self.fullness.is_some_and(PoolFullness::stops_writes)
     }
 
-    /// That it has little room left, or none, and what may be done; none where it has room.
+    /// That it has little room left, or no room, and what may be done; absent where it has room.
     #[must_use]
     pub fn lack_of_room(&self) -> Option<String> {
         self.fullness.map(|fullness| fullness.told(&self.pool))

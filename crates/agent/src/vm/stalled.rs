@@ -27,7 +27,8 @@ fn stall(status: &FilterStatus, disk: DiskId, most: Duration) -> Option<(Duratio
     (age >= most || told.fails).then_some((age, told.fails))
 }
 
-/// Why the pools that disks stall in take no writes, by the places where they are mounted; none of those that do, or do not say it soon.
+/// The pools in which disks stall, by the places where they are mounted, each with the reason why it takes no writes. The reason is absent
+/// where the pool takes them, or has not said in time whether it does.
 pub type FullPools = BTreeMap<PathBuf, Option<String>>;
 
 /// Asks the clusters of disks that stall whether they lack room.

@@ -421,7 +421,7 @@ fn of_resources(api: &Api) -> Vec<Try> {
             path: "datastores/none?dry_run=true",
             schema: "SetDatastore",
             body: json!({ "keyring": "/keyring" }),
-            refused: vec![("/key", key.clone(), "keyring")],
+            refused: vec![("/key", key, "keyring")],
         },
     ]
 }
