@@ -139,6 +139,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     redundancy(&bench);
     failure_domain(&bench);
     keys(&bench);
+    key_from_keyring(&bench);
 }
 
 /// A clone of the VM, which is off, goes from the pool to a directory, and a clone of that back to the pool.
@@ -447,6 +448,60 @@ fn keys(bench: &CephInstallation) {
     assert!(shown.contains(&format!("host 'here': {fingerprint}, of its keyring")), "{shown}");
     let refused = here.refused(&["datastore", "remount", "local"]).unwrap();
     assert!(refused.contains("is a directory"), "{refused}");
+}
+
+/// While a guest writes the server takes the key of the pool over from a file on the host, changes it, and gives it up for another file. By
+/// then the cluster does not know the key that the guest's disks were opened with.
+fn key_from_keyring(bench: &CephInstallation) {
+    let here = &bench.here;
+    let (user, keyring) = ("client.vmseal", bench.pool.keyring());
+    let mut console = started(here, "ceph");
+    count(&mut console);
+    let set = |option: &str, file: &Path| {
+        tried_and_done(here, &["datastore", "set", "ceph", option, text(file).unwrap()]);
+    };
+    let shown = || here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    // `vmseal-rbd` ends, by another cause than a remount.
+    let is_connected_anew = || {
+        let server = bench.server();
+        bench.kill_server_of_pool();
+        bench.is_served_again(VM, server);
+    };
+
+    // With the same key nothing has to be mounted anew.
+    let server = bench.server();
+    set("--key-file", &keyring);
+    let told = shown();
+    assert!(told.contains("client.vmseal: held by the server"), "{told}");
+    assert!(told.contains("(current)"), "{told}");
+    assert_eq!(bench.server(), server);
+    is_connected_anew();
+
+    let another = another_key(bench, user);
+    bench.cluster.ceph(&["auth", "import", "-i", text(&another).unwrap()]);
+    set("--key-file", &another);
+    let server = bench.server();
+    tried_and_done(here, &["datastore", "remount", "ceph"]);
+    bench.is_served_again(VM, server);
+    is_connected_anew();
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+
+    // What the file that the pool was added with has, is no key of the cluster any more.
+    let set_back = ["datastore", "set", "ceph", "--keyring"];
+    let refused = tried_and_refused(here, &[&set_back[..], &[text(&keyring).unwrap()]].concat());
+    assert!(refused.contains("nothing is changed, as host 'here' cannot"), "{refused}");
+    let ring = here.path("ring");
+    std::fs::copy(&another, &ring).unwrap();
+    count(&mut console);
+    set("--keyring", &ring);
+    let told = shown();
+    assert!(!told.contains("held by the server") && told.contains(", of its keyring"), "{told}");
+    is_connected_anew();
+    stop_counting(&mut console);
+    read_marker_of_disk(&mut console);
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    here.vmseal(&["vm", "delete", VM]).unwrap();
 }
 
 /// What the process that serves the pool was told.

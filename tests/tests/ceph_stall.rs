@@ -1,5 +1,6 @@
 //! A real Ceph cluster that does not answer. A guest waits, or gets errors, as its policy says; an alarm at its VM tells which; and it goes
-//! on without a loss when the cluster answers. What `vmseal-rbd` holds meanwhile is bounded, however much is asked of it.
+//! on without a loss when the cluster answers. What `vmseal-rbd` holds meanwhile is bounded, however much is asked of it. That a pool has no
+//! room left is said with the alarm, and what room it has before that.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -39,6 +40,15 @@ const REQUESTS: usize = 32;
 /// The bytes of a request: an object.
 const REQUEST: usize = 4 << 20;
 
+/// What the quota of the pool leaves, in bytes: more than the guest writes meanwhile.
+const QUOTA_LEFT: u64 = 64 << 20;
+
+/// In what units room is told, in bytes.
+const BLOCK: u64 = 4096;
+
+/// What alarms say while the quota of the pool is used up.
+const USED_UP: &str = "pool 'coded' is full: its quota is used up";
+
 /// By how many bytes the private memory of `vmseal-rbd` grows at least. These images have 360 MiB under way or more, for which memory may be
 /// used again that it has had before.
 const GROWTH_MIN: u64 = 128 << 20;
@@ -59,9 +69,12 @@ fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
     });
     bench.here.kill_agent();
     bench.here.start_agent_with(&["--disk-stall", STALL]).unwrap();
-    let console = started(&bench.here, "ceph");
+    let mut console = started(&bench.here, "ceph");
     bench.shares_data();
-    waits(&bench, console);
+    waits(&bench, &mut console);
+    shows_what_room_there_is(&bench);
+    waits_while_the_pool_is_full(&bench, &mut console);
+    drop(console);
     let fails = ["policy", "set", "encrypted", "--on-stall", "error,5s"];
     bench.here.vmseal(&fails).unwrap();
     // It holds from the next start on.
@@ -158,9 +171,9 @@ fn memory(process: i32) -> u64 {
     own_memory(process.cast_unsigned()).unwrap()
 }
 
-fn waits(bench: &CephInstallation, mut console: Console) {
+fn waits(bench: &CephInstallation, console: &mut Console) {
     let here = &bench.here;
-    count(&mut console);
+    count(console);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
     let mut load = Load::new(bench);
     let stopped = bench.cluster.stop_daemons("osd.");
@@ -180,8 +193,8 @@ fn waits(bench: &CephInstallation, mut console: Console) {
     drop(stopped);
     load.ends(bench);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
-    stop_counting(&mut console);
-    read_marker_of_disk(&mut console);
+    stop_counting(console);
+    read_marker_of_disk(console);
     let errors = here.alarms(DISK).unwrap();
     assert!(errors.iter().all(|alarm| alarm["code"] != "disk-errors"), "{errors:?}");
 }
@@ -203,12 +216,56 @@ fn gets_errors(bench: &CephInstallation, console: &mut Console) {
     }
 }
 
-/// A full pool takes no writes, and the cluster says nothing about them until there is room.
+/// How much the pool of data may hold, in bytes; 0 is as much as there is room for.
+fn set_quota(bench: &CephInstallation, bytes: u64) {
+    let bytes = bytes.to_string();
+    bench.cluster.ceph(&["osd", "pool", "set-quota", "coded", "max_bytes", &bytes]);
+}
+
+/// Room is shown up to the quota of the pool, and that OSDs are nearly full.
+fn shows_what_room_there_is(bench: &CephInstallation) {
+    let here = &bench.here;
+    let status = bench.cluster.json(&["status"]);
+    let mut pools = status["pools"].as_array().unwrap().iter();
+    let stored = pools.find(|it| it["name"] == "coded").unwrap()["stored"].as_u64().unwrap();
+    let quota = (stored + QUOTA_LEFT) / BLOCK * BLOCK;
+    set_quota(bench, quota);
+    eventually("the room ends with the quota", || {
+        let shown = here.json(&["datastore", "show", "ceph"]).unwrap();
+        let capacity = shown["usage"]["capacity"].as_u64()?;
+        (capacity <= quota && capacity + BLOCK >= quota).then_some(())
+    })
+    .unwrap();
+    set_quota(bench, 0);
+    here.wait_no_alarm("ceph", "datastore-full").unwrap();
+
+    let set_ratio = |ratio| bench.cluster.ceph(&["osd", "set-nearfull-ratio", ratio]);
+    set_ratio("0.0001");
+    alarm_says(bench, "ceph", "datastore-full", &["is nearly full: an OSD"]);
+    let shown = here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    assert!(shown.contains("pool 'coded' is nearly full"), "{shown}");
+    set_ratio("0.85");
+    here.wait_no_alarm("ceph", "datastore-full").unwrap();
+}
+
+/// A full pool takes no writes, and the cluster says nothing about them until there is room: the alarms say what the guest waits for.
+fn waits_while_the_pool_is_full(bench: &CephInstallation, console: &mut Console) {
+    count(console);
+    set_quota(bench, 1);
+    alarm_says(bench, DISK, "disk-stalled", &["The guest waits; nothing fails", USED_UP]);
+    alarm_says(bench, "ceph", "datastore-full", &[USED_UP, "stand still at their writes"]);
+    let shown = bench.here.vmseal(&["datastore", "show", "ceph"]).unwrap();
+    assert!(shown.contains(USED_UP), "{shown}");
+    set_quota(bench, 0);
+    bench.here.wait_no_alarm(DISK, "disk-stalled").unwrap();
+    stop_counting(console);
+    read_marker_of_disk(console);
+    bench.here.wait_no_alarm("ceph", "datastore-full").unwrap();
+}
+
+/// The same where the policy has requests fail.
 fn gets_errors_while_the_pool_is_full(bench: &CephInstallation, console: &mut Console) {
-    let quota = |bytes| {
-        bench.cluster.ceph(&["osd", "pool", "set-quota", "coded", "max_bytes", bytes]);
-    };
-    quota("1");
+    set_quota(bench, 1);
     eventually("the pool is full", || {
         let status = bench.cluster.json(&["status"]);
         status["problems"].to_string().contains("POOL_FULL").then_some(())
@@ -217,8 +274,20 @@ fn gets_errors_while_the_pool_is_full(bench: &CephInstallation, console: &mut Co
     // Who writes learns of it from the OSDs a moment after the monitors say so.
     eventually("a full pool takes no write", || (!is_written(console)).then_some(())).unwrap();
     says_that_requests_fail(bench);
-    quota("0");
+    alarm_says(bench, DISK, "disk-stalled", &[USED_UP]);
+    set_quota(bench, 0);
     goes_on(bench, console);
+}
+
+/// Waits until an alarm says all of this.
+fn alarm_says(bench: &CephInstallation, target: &str, code: &str, parts: &[&str]) {
+    let mut last = String::new();
+    let says = || {
+        last = bench.here.wait_alarm(target, code).ok()?;
+        parts.iter().all(|part| last.contains(*part)).then_some(())
+    };
+    eventually(&format!("alarm {code} says {parts:?}"), says)
+        .unwrap_or_else(|error| panic!("{error}: {last}"));
 }
 
 /// Has the guest write something: whether that is done, or has failed.
@@ -235,11 +304,7 @@ fn is_written(console: &mut Console) -> bool {
 }
 
 fn says_that_requests_fail(bench: &CephInstallation) {
-    eventually("an alarm says that requests fail", || {
-        let alarm = bench.here.wait_alarm(DISK, "disk-stalled").ok()?;
-        alarm.contains("Requests of the disk fail, as its policy says").then_some(())
-    })
-    .unwrap();
+    alarm_says(bench, DISK, "disk-stalled", &["Requests of the disk fail, as its policy says"]);
 }
 
 /// The disk serves again without anybody's doing, and the guest has lost nothing.

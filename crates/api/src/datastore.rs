@@ -158,11 +158,12 @@ pub struct SetDatastore {
     /// How data goes over the network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messenger: Option<Messenger>,
-    /// The file on the hosts with the user's key, an absolute path: of a pool whose key is in such a file.
+    /// The file on each host with the user's key, an absolute path. The server forgets the key that it holds.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keyring: Option<PathBuf>,
-    /// The user's key, of a pool whose key the server holds: sealed for `key of datastore NAME`, the name as in the request's path.
+    /// The user's key, sealed for `key of datastore NAME`, the name as in the request's path: the server holds it from then on, also where hosts
+    /// had it in files. Not together with `keyring`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<SealedPassphrase>,
 }

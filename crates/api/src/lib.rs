@@ -50,6 +50,7 @@ pub mod osd_encryption;
 pub mod pace;
 pub mod passphrase;
 pub mod plan;
+pub mod pool_fullness;
 pub mod problem;
 pub mod processor;
 pub mod provider_backup;

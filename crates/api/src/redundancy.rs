@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::failure_domain::FailureDomain;
+use crate::pool_fullness::PoolFullness;
 
 /// The most failures that a policy can ask disks to outlive: those of vSphere's storage policies.
 pub const FAILURES_MAX: u8 = 3;
@@ -94,6 +95,10 @@ pub struct PoolFacts {
     /// How its OSDs compress what they store; none where they do not. Ciphertext does not become smaller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<String>,
+    /// The monitors' mark that it has little room left, or no room. It is absent where the pool has room, or where what serves it on the host is
+    /// of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fullness: Option<PoolFullness>,
 }
 
 impl PoolFacts {
@@ -101,6 +106,18 @@ impl PoolFacts {
     #[must_use]
     pub fn failures(&self) -> u32 {
         self.layout.outlived().min(self.layout.served())
+    }
+
+    /// Whether writes to it wait until there is room.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.fullness.is_some_and(PoolFullness::stops_writes)
+    }
+
+    /// That it has little room left, or no room, and what may be done; absent where it has room.
+    #[must_use]
+    pub fn lack_of_room(&self) -> Option<String> {
+        self.fullness.map(|fullness| fullness.told(&self.pool))
     }
 
     /// Why copies that are kept apart on what the pool has are not kept apart on this; none if they are.
@@ -321,7 +338,7 @@ mod tests {
 
     fn pool(pool: &str, layout: PoolLayout) -> PoolFacts {
         let (pool, failure_domain) = (pool.to_owned(), "host".to_owned());
-        PoolFacts { pool, layout, failure_domain, compression: None }
+        PoolFacts { pool, layout, failure_domain, compression: None, fullness: None }
     }
 
     fn mirrored(copies: u32, copies_min: u32) -> PoolFacts {

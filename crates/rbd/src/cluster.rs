@@ -229,23 +229,6 @@ impl Cluster {
         Ok(text.trim_end_matches('\0').to_owned())
     }
 
-    /// The room of a pool, in bytes: what it holds, and what it can take yet.
-    ///
-    /// # Errors
-    /// The monitor's.
-    pub fn room(&self, pool: &str) -> io::Result<(u64, u64)> {
-        let answer = self.command(r#"{"prefix":"df","format":"json"}"#)?;
-        let answer: serde_json::Value = serde_json::from_slice(&answer)?;
-        let pools = answer["pools"].as_array().into_iter().flatten();
-        let stats = pools
-            .filter(|one| one["name"] == pool)
-            .map(|one| &one["stats"])
-            .next()
-            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
-        let number = |name: &str| stats[name].as_u64().unwrap_or(0);
-        Ok((number("stored"), number("max_avail")))
-    }
-
     /// Asks a monitor; returns its answer.
     ///
     /// # Errors

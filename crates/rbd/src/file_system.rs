@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use fuser::{FileAttr, OpenFlags, RenameFlags};
 use vmseal_api::fencing::Fencing;
+use vmseal_api::osd_encryption::OsdEncryption;
 use vmseal_api::rbd::Mounted;
 
 use self::known::{KnownInodes, Owner};
@@ -33,7 +34,8 @@ use crate::locks::Locks;
 use crate::monitors::{Good, Question};
 use crate::open_file::{OpenFile, Store};
 use crate::open_files::{OpenFiles, Rights};
-use crate::osds::Osds;
+use crate::osds;
+use crate::pools;
 use crate::rooms::Rooms;
 
 pub use self::requests::Requests;
@@ -78,8 +80,9 @@ pub struct FileSystem {
     facts: Question<Vec<u8>>,
     /// Whether the user may fence.
     fencing: Question<Fencing>,
+    /// Whether the cluster's OSDs are encrypted.
+    osds: Question<OsdEncryption>,
     rooms: Rooms,
-    osds: Osds,
     owner: Owner,
 }
 
@@ -94,7 +97,9 @@ fn text(name: &OsStr) -> io::Result<&str> {
 /// What room a pool has.
 fn room(cluster: &Arc<Cluster>, pool: String) -> Question<(u64, u64)> {
     let cluster = Arc::clone(cluster);
-    Question::needed("what room the pool has", POOL_KNOWN, ROOM_FIRST, move || cluster.room(&pool))
+    Question::needed("what room the pool has", POOL_KNOWN, ROOM_FIRST, move || {
+        pools::room(&cluster, &pool)
+    })
 }
 
 impl FileSystem {
@@ -119,7 +124,7 @@ impl FileSystem {
             room,
             facts: attributes::facts(&cluster, pools),
             fencing: fence::rights(&cluster),
-            osds: Osds::of(Arc::clone(&cluster)),
+            osds: osds::encryption(&cluster),
             cluster,
             mounted,
             rooms: Rooms::of(Arc::clone(&store.pool)),

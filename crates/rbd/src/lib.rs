@@ -25,7 +25,7 @@
 //! | [`image_layout`] | how new images are cut into objects |
 //! | [`image_state`] | whether anybody may have written to an image since |
 //! | [`create`] | makes the pools of a new datastore |
-//! | [`pools`] | how the cluster keeps what is stored |
+//! | [`pools`] | how the cluster keeps what is stored, and what room there is |
 //! | [`osds`] | whether the cluster's OSDs are encrypted |
 //! | [`library`] | their functions |
 //! | [`buffers`], [`parts`] | memory for reads, and memory that filters share |

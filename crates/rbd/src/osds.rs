@@ -6,131 +6,59 @@
 //!                                                        └─────refused──> unknown
 //! ```
 //! ceph-volume keeps the key of an OSD there when it makes it with dm-crypt. Only whether it is there is asked, never what it is.
-//!
-//! A thread of its own asks, as in a large cluster that takes long, and monitors that do not answer would keep the threads of those who ask
-//! them something else.
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use vmseal_api::osd_encryption::{OSD_KEYS, OsdEncryption, OsdsUnknown};
 
 use crate::cluster::Cluster;
+use crate::monitors::{Good, Question};
 
-/// How long an answer is good. An OSD is encrypted from when it is made; others may be added. Each host asks once in that time for each
-/// OSD without a key.
-const KNOWN: Duration = Duration::from_secs(600);
-
-/// How long it is good that it is not known.
-const UNKNOWN: Duration = Duration::from_secs(60);
-
-/// How long a request waits for the first answer: as one for the room of an image.
-const WAIT: Duration = Duration::from_secs(1);
+/// How long it is known. An OSD is encrypted from when it is made, and a connection keeps its rights; but OSDs may be added. Each host asks
+/// once in that time for each OSD without a key.
+const KNOWN: Good = Good { answer: Duration::from_secs(600), error: Duration::from_secs(60) };
 
 /// The UUID of an OSD that has no store: it is being made, or was destroyed.
 const NO_UUID: &str = "00000000-0000-0000-0000-000000000000";
 
 /// Asks a monitor: the command, and its answer.
-type Ask = dyn Fn(&Value) -> io::Result<Vec<u8>> + Send + Sync;
+type Ask<'a> = dyn Fn(&Value) -> io::Result<Vec<u8>> + 'a;
 
-/// What is known of the OSDs of a cluster.
-pub struct Osds(Arc<Shared>);
-
-struct Shared {
-    ask: Box<Ask>,
-    state: Mutex<State>,
-    told: Condvar,
+/// Whether the OSDs of a cluster are encrypted.
+#[must_use]
+pub fn encryption(cluster: &Arc<Cluster>) -> Question<OsdEncryption> {
+    let cluster = Arc::clone(cluster);
+    let encrypted = Mutex::new(BTreeSet::<String>::new());
+    Question::new("whether OSDs are encrypted", KNOWN, move || {
+        let mut encrypted = encrypted.lock().unwrap_or_else(PoisonError::into_inner);
+        judge(&|command: &Value| cluster.command(&command.to_string()), &mut encrypted)
+    })
 }
 
-#[derive(Default)]
-struct State {
-    /// What was told last, and when.
-    told: Option<(Instant, OsdEncryption)>,
-    /// Since when a thread asks.
-    asking: Option<Instant>,
-    /// The OSDs for which there was a key.
-    encrypted: BTreeSet<String>,
-}
-
-impl Osds {
-    /// Of a cluster.
-    #[must_use]
-    pub fn of(cluster: Arc<Cluster>) -> Self {
-        Self::asked_by(move |command| cluster.command(&command.to_string()))
-    }
-
-    fn asked_by(ask: impl Fn(&Value) -> io::Result<Vec<u8>> + Send + Sync + 'static) -> Self {
-        let (ask, state, told) = (Box::new(ask), Mutex::default(), Condvar::new());
-        Self(Arc::new(Shared { ask, state, told }))
-    }
-
-    /// Whether they are encrypted, as it was told last. The monitors are asked again where that was long ago.
-    #[must_use]
-    pub fn ask(&self) -> OsdEncryption {
-        let mut state = self.0.state();
-        if state.asking.is_none() && !state.is_fresh() {
-            self.start(&mut state);
+/// What the monitors say. `encrypted` are the OSDs that are known to be, which are not asked for again.
+///
+/// # Errors
+/// The monitors'; not that the user may not ask, which is an answer.
+fn judge(ask: &Ask<'_>, encrypted: &mut BTreeSet<String>) -> io::Result<OsdEncryption> {
+    match count(ask, encrypted) {
+        Ok((osds, plain)) => Ok(told(osds, plain)),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {
+            Ok(OsdEncryption::Unknown { why: OsdsUnknown::NotAllowed })
         }
-        // From its beginning: a cluster that hangs is not waited for again and again.
-        let left = state.asking.map_or(WAIT, |begun| WAIT.saturating_sub(begun.elapsed()));
-        let is_first = |state: &mut State| state.asking.is_some() && state.told.is_none();
-        let waited = self.0.told.wait_timeout_while(state, left, is_first);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let no_answer = OsdEncryption::Unknown { why: OsdsUnknown::NoAnswer };
-        state.told.map_or(no_answer, |(_, told)| told)
-    }
-
-    /// Starts a thread that asks.
-    fn start(&self, state: &mut State) {
-        let shared = Arc::clone(&self.0);
-        let known = state.encrypted.clone();
-        let ask = move || {
-            let (told, encrypted) = encryption(&*shared.ask, known);
-            let mut state = shared.state();
-            (state.told, state.encrypted) = (Some((Instant::now(), told)), encrypted);
-            state.asking = None;
-            shared.told.notify_all();
-        };
-        match std::thread::Builder::new().name("osds".into()).spawn(ask) {
-            Ok(_) => state.asking = Some(Instant::now()),
-            Err(error) => {
-                tracing::warn!(%error, "it is not asked whether OSDs are encrypted: there is no thread");
-            }
-        }
+        Err(error) => Err(error),
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl State {
-    fn is_fresh(&self) -> bool {
-        self.told.is_some_and(|(at, told)| {
-            at.elapsed() < if told.known().is_some() { KNOWN } else { UNKNOWN }
-        })
-    }
-}
-
-/// Asks for all OSDs but those that are known to be encrypted. Returns what that makes, and which are encrypted.
-fn encryption(ask: &Ask, known: BTreeSet<String>) -> (OsdEncryption, BTreeSet<String>) {
-    let osds = match ask(&json!({ "prefix": "osd dump", "format": "json" })) {
-        Ok(answer) => uuids(&answer),
-        Err(error) => return (unknown(&error), known),
-    };
-    let Some(osds) = osds else {
-        tracing::warn!("the monitors do not describe the OSDs as expected");
-        return (OsdEncryption::Unknown { why: OsdsUnknown::NoAnswer }, known);
-    };
-    let mut encrypted = BTreeSet::new();
+/// How many OSDs there are, and for how many of them there is no key.
+fn count(ask: &Ask<'_>, encrypted: &mut BTreeSet<String>) -> io::Result<(usize, usize)> {
+    let osds = uuids(&ask(&json!({ "prefix": "osd dump", "format": "json" }))?)?;
+    encrypted.retain(|osd| osds.contains(osd));
     for osd in &osds {
-        if known.contains(osd) {
-            encrypted.insert(osd.clone());
+        if encrypted.contains(osd) {
             continue;
         }
         let key = format!("{OSD_KEYS}{osd}/luks");
@@ -139,49 +67,40 @@ fn encryption(ask: &Ask, known: BTreeSet<String>) -> (OsdEncryption, BTreeSet<St
                 encrypted.insert(osd.clone());
             }
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
-            Err(error) => return (unknown(&error), known),
+            Err(error) => return Err(error),
         }
     }
-    (judge(osds.len(), encrypted.len()), encrypted)
+    Ok((osds.len(), osds.len() - encrypted.len()))
 }
 
-/// What it makes that so many of the OSDs have a key.
-fn judge(osds: usize, encrypted: usize) -> OsdEncryption {
+/// What it makes that there are so many OSDs, and no key for so many of them.
+fn told(osds: usize, plain: usize) -> OsdEncryption {
     let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    match (number(osds), number(osds - encrypted)) {
+    match (number(osds), number(plain)) {
         (0, _) => OsdEncryption::Unknown { why: OsdsUnknown::NoOsds },
         (osds, 0) => OsdEncryption::Yes { osds },
         (osds, plain) => OsdEncryption::No { osds, plain },
     }
 }
 
-/// What it makes that the monitors have not answered a question.
-fn unknown(error: &io::Error) -> OsdEncryption {
-    let why = match error.raw_os_error() {
-        Some(libc::EACCES | libc::EPERM) => OsdsUnknown::NotAllowed,
-        _ => {
-            tracing::debug!(%error, "the monitors do not say whether OSDs are encrypted");
-            OsdsUnknown::NoAnswer
-        }
-    };
-    OsdEncryption::Unknown { why }
-}
-
-/// The UUIDs of OSDs, as `osd dump` has them; none where it is not as expected.
-fn uuids(dump: &[u8]) -> Option<BTreeSet<String>> {
-    let dump: Value = serde_json::from_slice(dump).ok()?;
-    let osds = dump["osds"].as_array()?.iter();
-    let uuids: Option<BTreeSet<_>> =
-        osds.map(|osd| osd["uuid"].as_str().map(str::to_owned)).collect();
-    let mut uuids = uuids?;
+/// The UUIDs of OSDs, as `osd dump` has them.
+///
+/// # Errors
+/// `InvalidData` where it is not as expected.
+fn uuids(dump: &[u8]) -> io::Result<BTreeSet<String>> {
+    let dump: Value = serde_json::from_slice(dump)?;
+    let uuid = |osd: &Value| osd["uuid"].as_str().map(str::to_owned);
+    let uuids = dump["osds"].as_array().and_then(|osds| osds.iter().map(uuid).collect());
+    let mut uuids: BTreeSet<String> = uuids.ok_or_else(|| {
+        let what = "the monitors do not describe the OSDs as expected";
+        io::Error::new(io::ErrorKind::InvalidData, what)
+    })?;
     uuids.remove(NO_UUID);
-    Some(uuids)
+    Ok(uuids)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
 
     const FIRST: &str = "5b7a3cf1-7a0f-4b3f-9d38-8a9a4c5d1e01";
@@ -215,70 +134,52 @@ mod tests {
         }
     }
 
-    fn told(ask: impl Fn(&Value) -> io::Result<Vec<u8>> + Send + Sync + 'static) -> OsdEncryption {
-        encryption(&ask, BTreeSet::new()).0
+    fn asked(ask: impl Fn(&Value) -> io::Result<Vec<u8>>) -> io::Result<OsdEncryption> {
+        judge(&ask, &mut BTreeSet::new())
     }
 
     #[test]
     fn osds_are_encrypted_where_each_has_a_key() {
-        assert_eq!(told(cluster(&[FIRST, SECOND])), OsdEncryption::Yes { osds: 2 });
-        assert_eq!(told(cluster(&[SECOND])), OsdEncryption::No { osds: 2, plain: 1 });
-        assert_eq!(told(cluster(&[])), OsdEncryption::No { osds: 2, plain: 2 });
+        let told = |keys| asked(cluster(keys)).unwrap();
+        assert_eq!(told(&[FIRST, SECOND]), OsdEncryption::Yes { osds: 2 });
+        assert_eq!(told(&[SECOND]), OsdEncryption::No { osds: 2, plain: 1 });
+        assert_eq!(told(&[]), OsdEncryption::No { osds: 2, plain: 2 });
     }
 
     #[test]
     fn what_the_monitors_do_not_say_is_not_guessed() {
-        let unknown = |why| OsdEncryption::Unknown { why };
         let refuses = |number| {
             move |command: &Value| match command["prefix"] == "osd dump" {
                 true => Ok(dump()),
                 false => Err(failed(number)),
             }
         };
-        assert_eq!(told(refuses(libc::EACCES)), unknown(OsdsUnknown::NotAllowed));
-        assert_eq!(told(refuses(libc::EPERM)), unknown(OsdsUnknown::NotAllowed));
-        assert_eq!(told(refuses(libc::ETIMEDOUT)), unknown(OsdsUnknown::NoAnswer));
+        let unknown = |why| OsdEncryption::Unknown { why };
+        for number in [libc::EACCES, libc::EPERM] {
+            assert_eq!(asked(refuses(number)).unwrap(), unknown(OsdsUnknown::NotAllowed));
+        }
+        // What was said before is told then.
+        let silent = asked(refuses(libc::ETIMEDOUT)).unwrap_err();
+        assert_eq!(silent.raw_os_error(), Some(libc::ETIMEDOUT));
         let answers = |answer: &'static str| move |_: &Value| Ok(answer.as_bytes().to_vec());
-        assert_eq!(told(answers(r#"{"osds": []}"#)), unknown(OsdsUnknown::NoOsds));
+        assert_eq!(asked(answers(r#"{"osds": []}"#)).unwrap(), unknown(OsdsUnknown::NoOsds));
         for wrong in ["", "{}", r#"{"osds": [{"osd": 0}]}"#] {
-            assert_eq!(told(answers(wrong)), unknown(OsdsUnknown::NoAnswer), "{wrong}");
+            asked(answers(wrong)).unwrap_err();
         }
     }
 
     #[test]
     fn an_osd_that_is_encrypted_is_not_asked_for_again() {
-        let (first, known) = encryption(&cluster(&[FIRST]), BTreeSet::new());
+        let mut known = BTreeSet::from(["of an OSD that was removed".to_owned()]);
+        let first = judge(&cluster(&[FIRST]), &mut known).unwrap();
         assert_eq!(first, OsdEncryption::No { osds: 2, plain: 1 });
         assert_eq!(known, BTreeSet::from([FIRST.to_owned()]));
         // Only of the second one there is a key to be asked for.
-        let (second, known) = encryption(&cluster(&[SECOND]), known);
+        let second = judge(&cluster(&[SECOND]), &mut known).unwrap();
         assert_eq!(second, OsdEncryption::Yes { osds: 2 });
         // A cluster that does not answer for a moment takes nothing back.
-        let silent = |_: &Value| Err(failed(libc::ETIMEDOUT));
-        let (_, still) = encryption(&silent, known.clone());
-        assert_eq!(still, known);
-    }
-
-    #[test]
-    fn a_cluster_that_does_not_answer_is_asked_by_one_thread() {
-        let (answer, answers) = mpsc::channel::<()>();
-        let answers = Mutex::new(answers);
-        let (asked, questions) = mpsc::channel();
-        let osds = Osds::asked_by(move |command| {
-            asked.send(()).unwrap();
-            answers.lock().unwrap().recv().unwrap();
-            cluster(&[FIRST, SECOND])(command)
-        });
-        let no_answer = OsdEncryption::Unknown { why: OsdsUnknown::NoAnswer };
-        assert_eq!((osds.ask(), osds.ask()), (no_answer, no_answer));
-        assert_eq!(questions.try_iter().count(), 1, "two threads ask");
-        // The dump, and a key for each OSD.
-        (0..3).for_each(|_| answer.send(()).unwrap());
-        while osds.0.state().told.is_none() {
-            std::thread::yield_now();
-        }
-        // That is good for a while.
-        assert_eq!(osds.ask(), OsdEncryption::Yes { osds: 2 });
-        assert_eq!(questions.try_iter().count(), 2);
+        let before = known.clone();
+        judge(&|_: &Value| Err(failed(libc::ETIMEDOUT)), &mut known).unwrap_err();
+        assert_eq!(known, before);
     }
 }

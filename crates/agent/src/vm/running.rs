@@ -18,7 +18,7 @@ use super::panicking::PanicDumping;
 use super::queues::{Witness, stays_connected, unserved};
 use super::sending::{Sending, SendingEvent};
 use super::service::{Service, ServiceEvent, answers};
-use super::stalled::Stalled;
+use super::stalled::{Stalled, full_pools};
 use super::suspend::Saving;
 use super::thawing::Thawing;
 use super::tpm::Tpm;
@@ -447,7 +447,8 @@ impl Running {
             }
         }
         let mut notices = troubles(spec, &status, left);
-        notices.extend(stalled.notices(spec, &status, stall, Timestamp::now()));
+        let full = full_pools(spec, &status, stall).await;
+        notices.extend(stalled.notices(spec, (&status, &full), stall, Timestamp::now()));
         notices
     }
 }

@@ -162,9 +162,9 @@ pub enum Datastore {
     /// Change how hosts get to a pool of a Ceph cluster, the key of it that the server holds, or what is stated of the cluster's OSDs
     ///
     /// A key, and how hosts get to the pool, are tried first, a key alone by one of the hosts that have the datastore, and everything else by
-    /// all of them: what the cluster refuses, whose user may not write to the pool, or what leads to another cluster, is not kept. The
-    /// datastore keeps its disks. Where the pool is mounted it stays so as it is, until it is mounted anew (vmseal datastore remount):
-    /// `vmseal datastore show` says which host uses what.
+    /// all of them, also a key in place of a keyring on each host: what the cluster refuses, whose user may not write to the pool, or what
+    /// leads to another cluster, is not kept. The datastore keeps its disks. Where the pool is mounted it stays so as it is, until it is
+    /// mounted anew (vmseal datastore remount): `vmseal datastore show` says which host uses what.
     #[command(group = ArgGroup::new("change").required(true).multiple(true))]
     Set {
         /// Name, `HOST:NAME` if several hosts have one of that name, or id
@@ -178,10 +178,11 @@ pub enum Datastore {
         /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
         #[arg(long, value_name = "MODE", group = "change")]
         messenger: Option<Messenger>,
-        /// The file with the user's key, on the hosts: of a pool that was added with such a file
+        /// The file with the user's key, on each host; the server forgets the key if it holds it
         #[arg(long, value_name = "FILE", group = "change", conflicts_with = "key_file")]
         keyring: Option<PathBuf>,
-        /// The user's key, of a pool whose key the server holds: a keyring, or a file with the key alone; - is standard input
+        /// The user's key, which the server holds from then on and gives to hosts, also if it was in a file on each: here, a keyring, or
+        /// a file with the key alone; - is standard input
         #[arg(long, value_name = "FILE", group = "change")]
         key_file: Option<PathBuf>,
         /// Keep the key untried: before the cluster knows it, or while no host is connected

@@ -103,7 +103,7 @@ pub async fn run(
 }
 
 /// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
-/// pool, whether its OSDs are encrypted, and how data goes between them.
+/// pool, that it lacks room, whether its OSDs are encrypted, and how data goes between them.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let key = |pool: &RbdPool| match (&pool.keyring, &datastore.key) {
         (Some(keyring), _) => format!("{}: {}", pool.user, keyring.display()),
@@ -117,7 +117,37 @@ pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
     lines.extend(datastore_way::of_hosts(datastore));
     let line = |pool: &PoolFacts| ("POOL", format!("{}: {pool}", pool.pool));
     lines.extend(datastore.pools.iter().map(line));
+    let lacks = datastore.pools.iter().filter_map(PoolFacts::lack_of_room);
+    lines.extend(lacks.map(|lack| ("POOL", lack)));
     lines.extend(datastore.osd_encryption.map(|facts| ("OSDS", facts.to_string())));
     lines.extend(datastore_way::between_osds(datastore));
     lines
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_pool_that_lacks_room_is_shown_with_what_may_be_done() {
+        let pool = json!({ "monitors": "v2:10.0.0.1:3300", "user": "client.a", "pool": "vms" });
+        let location = json!({ "kind": "rbd", "path": "/ceph", "pool": pool });
+        let hosts = [json!({ "host": "a", "location": location })];
+        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+        let said = |fullness: Option<&str>| {
+            let layout = json!({ "is": "mirroring", "copies": 3, "copies_min": 2 });
+            let facts = json!({
+                "pool": "vms", "layout": layout, "failure_domain": "host", "fullness": fullness,
+            });
+            let datastore = json!({ "id": id, "name": "ceph", "hosts": hosts, "pools": [facts] });
+            let said = details(&serde_json::from_value(datastore).unwrap()).into_iter();
+            said.filter(|(title, _)| *title == "POOL").map(|(_, line)| line).collect::<Vec<_>>()
+        };
+        assert_eq!(said(None).len(), 1, "it has room");
+        let lines = said(Some("quota_used_up"));
+        assert!(lines[0].starts_with("vms: mirroring, 3 copies"), "{lines:?}");
+        assert!(lines[1].starts_with("pool 'vms' is full: its quota is used up"), "{lines:?}");
+    }
 }

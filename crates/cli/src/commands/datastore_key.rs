@@ -29,7 +29,7 @@ pub async fn sealed(
     passphrase::seal(&key, &of_datastore(name), &about.passphrase_box)
 }
 
-/// Changes the key that the server holds.
+/// Changes the key that the server holds, or has the server hold it in place of a file on each host.
 pub async fn set(
     server: &ServerClient,
     output: Output,
@@ -76,7 +76,7 @@ pub fn of_hosts(datastore: &Datastore) -> Vec<(&'static str, String)> {
     datastore.hosts.iter().filter(|on| on.location.pool().is_some()).map(said).collect()
 }
 
-/// From when on each host uses the new key.
+/// From when on each host uses the new key, where it has the pool mounted with another one.
 fn from_when(datastore: &Datastore) -> Vec<(&'static str, String)> {
     let name = &datastore.name;
     let said = |on: &DatastoreHost| {
@@ -86,7 +86,8 @@ fn from_when(datastore: &Datastore) -> Vec<(&'static str, String)> {
         );
         ("NEW KEY", what)
     };
-    datastore.hosts.iter().filter(|on| is_held(on)).map(said).collect()
+    let is_current = |on: &DatastoreHost| on.mounted_key.as_ref().is_some_and(|key| key.current);
+    datastore.hosts.iter().filter(|on| is_held(on) && !is_current(on)).map(said).collect()
 }
 
 /// The key in a keyring, or by itself; `-` is standard input.

@@ -25,7 +25,8 @@ impl Bench {
         let fixture = Fixture::new().await;
         let layout = PoolLayout::Mirroring { copies: 2, copies_min: 1 };
         let (pool, failure_domain) = ("vms".to_owned(), "host".to_owned());
-        let pools = vec![PoolFacts { pool, layout, failure_domain, compression: None }];
+        let facts = PoolFacts { pool, layout, failure_domain, compression: None, fullness: None };
+        let pools = vec![facts];
         fixture.add_pool("ceph", pools).await;
         fixture.made("web", "encrypted").await;
         let services = fixture.services(Recipient::generate().unwrap());

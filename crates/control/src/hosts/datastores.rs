@@ -11,6 +11,7 @@ use vmseal_api::host::{DatastoreLocation, DatastoreUsage, HostAgent};
 use vmseal_api::id::{DatastoreId, HostId};
 use vmseal_api::model::Connection;
 use vmseal_api::problem::Problem;
+use vmseal_api::redundancy::PoolFacts;
 
 use super::HostView;
 use crate::compliance;
@@ -118,36 +119,51 @@ impl DatastoreMonitor {
         datastore: &Datastore,
         condition: DatastoreCondition,
     ) -> Option<RaisedAlarm> {
-        let alarm = |code, detail: String| {
-            // Hosts may have datastores of one name.
-            let host = datastore.on(self.host).map_or("", |on| on.host_name.as_str());
-            let detail = format!("on host '{host}': {detail}");
-            Some(RaisedAlarm { code, target: datastore.name.clone(), detail, reason: None })
-        };
-        match condition {
-            DatastoreCondition::Available { usage, .. } => {
-                let used = used_percent(usage);
-                let from = if self.full.contains(&datastore.id) { FULL_UNTIL } else { FULL_FROM };
-                if used < from {
-                    self.full.remove(&datastore.id);
-                    return None;
-                }
-                self.full.insert(datastore.id);
-                let what = if used < CRITICAL_FROM {
-                    "make room or move disks before thin disks run out of it"
-                } else {
-                    when_full(&datastore.on(self.host)?.location)
-                };
-                // In steps of five, so that small changes do not change the alarm.
-                alarm(
-                    "datastore-full",
-                    format!("at least {} % of it are used: {what}", used / 5 * 5),
-                )
+        let (code, detail) = match condition {
+            DatastoreCondition::Available { usage, pools, .. } => {
+                let by_use = self.lack_by_use(datastore, usage);
+                let lack = full_pool(&pools).or(by_use).or_else(|| nearly_full_pool(&pools));
+                ("datastore-full", lack?)
             }
-            DatastoreCondition::WrongMark { detail } => alarm("datastore-wrong", detail),
-            DatastoreCondition::Unavailable { detail } => alarm("datastore-unavailable", detail),
-        }
+            DatastoreCondition::WrongMark { detail } => ("datastore-wrong", detail),
+            DatastoreCondition::Unavailable { detail } => ("datastore-unavailable", detail),
+        };
+        // Hosts may have datastores of one name.
+        let host = datastore.on(self.host).map_or("", |on| on.host_name.as_str());
+        let detail = format!("on host '{host}': {detail}");
+        Some(RaisedAlarm { code, target: datastore.name.clone(), detail, reason: None })
     }
+
+    /// That a datastore has little room left, by how much of it is used.
+    fn lack_by_use(&mut self, datastore: &Datastore, usage: DatastoreUsage) -> Option<String> {
+        let used = used_percent(usage);
+        let from = if self.full.contains(&datastore.id) { FULL_UNTIL } else { FULL_FROM };
+        if used < from {
+            self.full.remove(&datastore.id);
+            return None;
+        }
+        self.full.insert(datastore.id);
+        let what = if used < CRITICAL_FROM {
+            "make room or move disks before thin disks run out of it"
+        } else {
+            when_full(&datastore.on(self.host)?.location)
+        };
+        // In steps of five, so that small changes do not change the alarm.
+        Some(format!("at least {} % of it are used: {what}", used / 5 * 5))
+    }
+}
+
+/// That a pool of a datastore takes no writes, as its cluster says.
+fn full_pool(pools: &[PoolFacts]) -> Option<String> {
+    let why = pools.iter().find(|pool| pool.is_full())?.lack_of_room()?;
+    Some(format!(
+        "{why}. Until there is room guests with disks on it stand still at their writes, or get errors where their policies say so"
+    ))
+}
+
+/// That an OSD of a pool of a datastore has little room left, as its cluster says: other pools may have the data that fills it.
+fn nearly_full_pool(pools: &[PoolFacts]) -> Option<String> {
+    pools.iter().find_map(PoolFacts::lack_of_room)
 }
 
 /// What is about to happen in a datastore that is nearly full. A cluster keeps requests until there is room, where a file system refuses them.
@@ -180,7 +196,8 @@ mod tests {
     use vmseal_api::datastore::{Messenger, SetDatastore};
     use vmseal_api::id::VmId;
     use vmseal_api::osd_encryption::{AskedOsds, OsdEncryption, OsdsUnknown, StatedOsds};
-    use vmseal_api::redundancy::{PoolFacts, PoolLayout, Redundancy};
+    use vmseal_api::pool_fullness::PoolFullness;
+    use vmseal_api::redundancy::{PoolLayout, Redundancy};
     use vmseal_api::request::SetPolicy;
     use vmseal_secret::sealed_box::Recipient;
 
@@ -257,6 +274,39 @@ mod tests {
             let waits = told.detail.contains("until there is room");
             assert_eq!(waits, told.target == "ceph", "{told:?}");
             assert_eq!(told.detail.contains("write errors"), !waits, "{told:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_pool_that_its_cluster_marks_for_lack_of_room_is_an_alarm_that_says_why() {
+        let fixture = Fixture::new().await;
+        let mut watch = watch(&fixture).await;
+        fixture.add_pool("ceph", Vec::new()).await;
+        let mut pools = [mirrored(3), mirrored(2)].concat();
+        pools[1].pool = "data".to_owned();
+        for (fullness, used, told) in [
+            (None, 0, None),
+            (Some(PoolFullness::NearlyFull), 0, Some("pool 'data' is nearly full")),
+            (Some(PoolFullness::NearlyFull), 90, Some("at least 90 %")),
+            (Some(PoolFullness::Full), 90, Some("pool 'data' is full: an OSD")),
+            (Some(PoolFullness::QuotaUsedUp), 0, Some("pool 'data' is full: its quota is used up")),
+            (None, 0, None),
+        ] {
+            pools[1].fullness = fullness;
+            fixture.agent.set_pools(pools.clone());
+            fixture.agent.set_free(TIB / 100 * (100 - used));
+            watch.round().await.unwrap();
+            let mut read = fixture.store.read().await.unwrap();
+            let raised = store::alarms::list(&mut read).await.unwrap();
+            let of_pool = raised.into_iter().find(|it| it.target == "ceph").map(|it| it.detail);
+            assert_eq!(of_pool.is_some(), told.is_some(), "{fullness:?}: {of_pool:?}");
+            let told = told.unwrap_or_default();
+            let detail = of_pool.unwrap_or_default();
+            assert!(detail.contains(told), "{detail}");
+            let waits = fullness.is_some_and(PoolFullness::stops_writes);
+            assert_eq!(detail.contains("stand still at their writes"), waits, "{detail}");
+            let known = store::datastores::find(&mut read, "ceph").await.unwrap().unwrap();
+            assert_eq!(known.pools, pools, "it is shown");
         }
     }
 
@@ -341,7 +391,7 @@ mod tests {
     fn mirrored(copies: u32) -> Vec<PoolFacts> {
         let layout = PoolLayout::Mirroring { copies, copies_min: copies - 1 };
         let (pool, failure_domain) = ("vms".to_owned(), "host".to_owned());
-        vec![PoolFacts { pool, layout, failure_domain, compression: None }]
+        vec![PoolFacts { pool, layout, failure_domain, compression: None, fullness: None }]
     }
 
     /// A host with a pool, its monitor, and two VMs that are not in the pool yet: `web`, which is encrypted and whose id is returned, and

@@ -217,7 +217,7 @@ async fn have_tried(
 }
 
 /// The hosts of a datastore that the server gives its key.
-pub(super) fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
+fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnHost>, Problem> {
     let holders: Vec<_> = hosts.iter().filter(|on| pool_keys::is_held_for(on)).collect();
     if !holders.is_empty() {
         return Ok(holders);
@@ -225,7 +225,7 @@ pub(super) fn holders<'a>(name: &str, hosts: &'a [OnHost]) -> Result<Vec<&'a OnH
     let place = hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
     let what = match place {
         Some(keyring) => format!(
-            "the key of datastore '{name}' is in a file on its hosts: change it there ({})",
+            "the key of datastore '{name}' is in a file on its hosts by now ({}): try again",
             keyring.display()
         ),
         None => format!("datastore '{name}' is a directory, which has no key"),
@@ -255,8 +255,7 @@ pub(super) async fn set(
     let mut write = services.store.write().await?;
     let found = datastores::find(&mut write, &before.id.to_string()).await?;
     let datastore = found.ok_or_else(|| Problem::not_found("datastore", name))?;
-    let is_other = |on: &OnHost| before.on(on.host).is_some_and(|it| it.location != on.location);
-    if datastore.hosts.iter().any(is_other) {
+    if datastore.is_elsewhere_than(&before) {
         let detail = format!(
             "how hosts get to datastore '{}' was changed while the key was tried: it is not kept. Try again",
             datastore.name

@@ -1,4 +1,5 @@
-//! How hosts get to a pool of Ceph: monitors, user, messenger and keyring, changed while VMs have disks there.
+//! How hosts get to a pool of Ceph: monitors, user, messenger, and whether the key is in a file on each host or held by the server, changed
+//! while VMs have disks there.
 //!
 //! ```text
 //!  each host tries the new way ──> all may use it ──> inventory ──> hosts note it ──> each mounts the pool anew (datastore remount)
@@ -29,9 +30,9 @@ const LATER: SignedDuration = SignedDuration::from_millis(1);
 
 /// The keys that hosts need to try a way.
 struct Keys {
-    /// The one that was given.
+    /// The one that was given: the server is to hold it.
     new: Option<SecretBytes>,
-    /// The one that the server holds, where none was given and hosts get it from the server.
+    /// The one that the server holds, where none was given and hosts go on to get it from the server.
     held: Option<SecretBytes>,
 }
 
@@ -42,8 +43,7 @@ impl Keys {
     }
 }
 
-/// Changes how hosts get to a pool, once each of them has tried it. A pool that is mounted stays as it is. Returns what the caller has to
-/// know, too.
+/// Changes how hosts get to a pool, or its key alone. A pool that is mounted stays as it is. Returns what the caller has to know, too.
 pub(super) async fn set(
     services: &Services,
     caller: &Caller,
@@ -51,16 +51,59 @@ pub(super) async fn set(
     request: SetDatastore,
     dry_run: bool,
 ) -> Result<Outcome<(Datastore, Vec<String>)>, Problem> {
-    caller.require(Privilege::ManageDatastores)?;
     let other = SetDatastore { key: None, ..request.clone() };
     if let Some(key) = request.key.as_ref().filter(|_| other == SetDatastore::default()) {
         let request = SetDatastoreKey { key: key.clone(), force: false };
+        return set_key(services, caller, name, request, dry_run).await;
+    }
+    change(services, caller, name, request, dry_run).await
+}
+
+/// Changes the key of a pool that the server holds, or has the server hold it from now on, in place of a file on each host.
+pub(super) async fn set_key(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastoreKey,
+    dry_run: bool,
+) -> Result<Outcome<(Datastore, Vec<String>)>, Problem> {
+    caller.require(Privilege::ManageDatastores)?;
+    let known = datastores::find(&mut *services.store.read().await?, name).await?;
+    let known = known.ok_or_else(|| Problem::not_found("datastore", name))?;
+    let keyring = known.hosts.iter().find_map(|on| on.location.pool()?.keyring.as_ref());
+    let Some(keyring) = keyring else {
         return datastore_keys::set(services, caller, name, request, dry_run).await;
+    };
+    if request.force {
+        let detail = format!(
+            "the key of datastore '{}' is in a file on its hosts ({}), and the server holds one in place of that only after each of them has tried it: leave out --force",
+            known.name,
+            keyring.display()
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
+    let request = SetDatastore { key: Some(request.key), ..SetDatastore::default() };
+    change(services, caller, name, request, dry_run).await
+}
+
+/// Changes how hosts get to a pool, once each of them has tried it. A pool that is mounted stays as it is. Returns what the caller has to
+/// know, too.
+async fn change(
+    services: &Services,
+    caller: &Caller,
+    name: &str,
+    request: SetDatastore,
+    dry_run: bool,
+) -> Result<Outcome<(Datastore, Vec<String>)>, Problem> {
+    caller.require(Privilege::ManageDatastores)?;
+    if request.keyring.is_some() && request.key.is_some() {
+        let what = "is a file on each host, and a key is given for the server to hold: give one of the two";
+        return Err(Problem::invalid("keyring", what));
     }
     let before = datastores::find(&mut *services.store.read().await?, name).await?;
     let before = before.ok_or_else(|| Problem::not_found("datastore", name))?;
     let changed = changed_hosts(&before, &request)?;
-    let keys = keys(services, name, &before, &request).await?;
+    let keys = keys(services, name, (&before, changed.as_slice()), &request).await?;
     let said = described(&before.hosts, &changed, keys.new.is_some());
     if said.is_empty() {
         let stated = request.osd_encryption;
@@ -84,6 +127,9 @@ pub(super) async fn set(
     if let Some(key) = &keys.new {
         let wrapped = pool_keys::wrapped(&services.data_dir, before.id, key)?;
         store_keys::set(&mut write, before.id, &wrapped).await?;
+    } else if keys.held.is_none() {
+        // Hosts have it in files.
+        store_keys::remove(&mut write, before.id).await?;
     }
     let of_osds = request.osd_encryption.map(stated_osds::said);
     if let Some(stated) = request.osd_encryption {
@@ -132,10 +178,6 @@ fn changed_hosts(datastore: &Datastore, request: &SetDatastore) -> Result<Vec<On
         let detail = format!("datastore '{}' is a directory, and no pool of Ceph", datastore.name);
         return Err(Problem::new(ErrorCode::WrongState, detail));
     }
-    if request.keyring.is_some() && pools().all(|pool| pool.keyring.is_none()) {
-        let what = "the server holds the key of this pool: give the key itself";
-        return Err(Problem::invalid("keyring", what));
-    }
     let known = pools().filter_map(|pool| pool.changed).max();
     let after = known.and_then(|known| known.checked_add(LATER).ok());
     let now = Timestamp::now();
@@ -155,27 +197,28 @@ fn changed_host(on: &OnHost, request: &SetDatastore, at: Timestamp) -> Result<On
     if let Some(messenger) = request.messenger {
         pool.messenger = messenger;
     }
-    if pool.keyring.is_some() && request.keyring.is_some() {
+    if request.keyring.is_some() {
         pool.keyring.clone_from(&request.keyring);
+    } else if request.key.is_some() {
+        pool.keyring = None;
     }
     pool.check().map_err(|(field, what)| Problem::invalid(field, what))?;
     let location = DatastoreLocation::Rbd { path: path.clone(), pool: Box::new(pool) };
     Ok(OnHost { location, ..on.clone() })
 }
 
-/// The keys that hosts need: one that is given, else the one that the server holds.
+/// The keys that hosts need once they are changed: one that is given, else the one that the server holds; none where they have keyrings.
 async fn keys(
     services: &Services,
     called: &str,
-    datastore: &Datastore,
+    (datastore, changed): (&Datastore, &[OnHost]),
     request: &SetDatastore,
 ) -> Result<Keys, Problem> {
     if let Some(key) = &request.key {
-        datastore_keys::holders(&datastore.name, &datastore.hosts)?;
         let new = datastore_keys::open(services, called, key)?;
         return Ok(Keys { new: Some(new), held: None });
     }
-    if !datastore.hosts.iter().any(pool_keys::is_held_for) {
+    if !changed.iter().any(pool_keys::is_held_for) {
         return Ok(Keys { new: None, held: None });
     }
     let held = pool_keys::held(&services.store, &services.data_dir, datastore).await?;
@@ -198,12 +241,20 @@ fn described(before: &[OnHost], after: &[OnHost], has_key: bool) -> Vec<String> 
         if before.messenger != after.messenger {
             said.push(format!("messenger '{}'", after.messenger.name()));
         }
-        if let Some(keyring) = after.keyring.as_ref().filter(|_| before.keyring != after.keyring) {
-            said.push(format!("keyring {}", keyring.display()));
+        match (&before.keyring, &after.keyring) {
+            (before, Some(after)) if before.as_ref() == Some(after) => {}
+            (Some(_), Some(after)) => said.push(format!("keyring {}", after.display())),
+            (None, Some(after)) => said.push(format!(
+                "keyring {} on each host, in place of the key that the server holds and forgets",
+                after.display()
+            )),
+            (Some(before), None) => said.push(format!(
+                "a key that the server holds, in place of keyring {} on each host",
+                before.display()
+            )),
+            (None, None) if has_key => said.push("another key".to_owned()),
+            (None, None) => {}
         }
-    }
-    if has_key {
-        said.push("another key".to_owned());
     }
     // Hosts that share a pool are told the same.
     let mut once: Vec<String> = Vec::new();
@@ -230,7 +281,7 @@ fn require(services: &Services, on: &OnHost) -> Result<(), Problem> {
         return Ok(());
     }
     let detail = format!(
-        "the agent of host '{}' does not follow a pool whose monitors, user or messenger are changed: upgrade vmseal there",
+        "the agent of host '{}' would go on to use the pool in the former way: upgrade vmseal there",
         on.host_name
     );
     Err(Problem::new(ErrorCode::Unsupported, detail))

@@ -348,7 +348,8 @@ pub async fn show(services: &Services, caller: &Caller, name: &str) -> Result<Da
     Ok(shown(find(services, name).await?))
 }
 
-/// Changes the key of a datastore that the server holds, once one of its hosts has tried it.
+/// Changes the key of a datastore that the server holds, once one of its hosts has tried it; or has the server hold it, in place of a file on
+/// each host, once all of them have.
 pub async fn set_key(
     services: &Services,
     caller: &Caller,
@@ -356,7 +357,7 @@ pub async fn set_key(
     request: SetDatastoreKey,
     dry_run: bool,
 ) -> Result<Outcome<RekeyedDatastore>, Problem> {
-    let set = datastore_keys::set(services, caller, name, request, dry_run).await?;
+    let set = datastore_ways::set_key(services, caller, name, request, dry_run).await?;
     Ok(set.map(|(datastore, warnings)| RekeyedDatastore { datastore: shown(datastore), warnings }))
 }
 

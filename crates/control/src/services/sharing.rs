@@ -87,6 +87,16 @@ async fn share_with(
     }
     check_locks(&datastore, &here, &there).await?;
     let mut write = services.store.write().await?;
+    let known = datastores::find(&mut write, &datastore.id.to_string()).await?;
+    let known = known.ok_or_else(|| Problem::not_found("datastore", &datastore.name))?;
+    // The new host would keep to the former way, and perhaps to a key that nobody holds any more.
+    if known.is_elsewhere_than(&datastore) {
+        let detail = format!(
+            "how hosts get to datastore '{}' was changed while the hosts checked it: it is not shared. Try again",
+            datastore.name
+        );
+        return Err(Problem::new(ErrorCode::WrongState, detail));
+    }
     datastores::insert_host(&mut write, &datastore, on).await?;
     let path = on.location.path();
     let detail = format!("with host '{}', at {}", on.host_name, path.display());

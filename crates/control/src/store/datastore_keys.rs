@@ -52,6 +52,15 @@ pub async fn set_fingerprint(
     Ok(())
 }
 
+/// Forgets the key of a datastore.
+pub async fn remove(to: &mut SqliteConnection, datastore: DatastoreId) -> Result<(), StoreError> {
+    sqlx::query("DELETE FROM datastore_keys WHERE datastore_id = $1")
+        .bind(datastore.to_string())
+        .execute(to)
+        .await?;
+    Ok(())
+}
+
 /// The key of a datastore, if the server holds it.
 pub async fn get(
     from: &mut SqliteConnection,

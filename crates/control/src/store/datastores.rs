@@ -72,6 +72,14 @@ impl Datastore {
         DatastoreSpec { datastore: self.id, location: on.location.clone() }
     }
 
+    /// Whether a host that had it in `before` has it elsewhere by now, or gets to its pool in another way.
+    #[must_use]
+    pub fn is_elsewhere_than(&self, before: &Self) -> bool {
+        let is_other =
+            |on: &OnHost| before.on(on.host).is_some_and(|it| it.location != on.location);
+        self.hosts.iter().any(is_other)
+    }
+
     /// Whether what the monitors tell a host of the OSDs is to be recorded. A cluster that does not answer for a moment has the OSDs that it
     /// had; and a host that may not ask, or cannot, takes nothing back that another one was told.
     #[must_use]

@@ -7,6 +7,7 @@ use std::io;
 use std::sync::Arc;
 
 use fuser::{Errno, ReplyXattr};
+use vmseal_api::osd_encryption::{OsdEncryption, OsdsUnknown};
 use vmseal_api::rbd::{
     FENCE_ATTRIBUTE, FENCING_ATTRIBUTE, IMAGE_LAYOUT_ATTRIBUTE, MOUNTED_ATTRIBUTE, NOTE_ATTRIBUTES,
     NOTE_MAX, OSDS_ATTRIBUTE, POOLS_ATTRIBUTE, STATE_ATTRIBUTE,
@@ -106,7 +107,8 @@ impl FileSystem {
             return self.facts.ask();
         }
         if of == Inode::ROOT && name == OSDS_ATTRIBUTE {
-            return Ok(serde_json::to_vec(&self.osds.ask())?);
+            let no_answer = OsdEncryption::Unknown { why: OsdsUnknown::NoAnswer };
+            return Ok(serde_json::to_vec(&self.osds.ask().unwrap_or(no_answer))?);
         }
         if of == Inode::ROOT && name == FENCING_ATTRIBUTE {
             return Ok(serde_json::to_vec(&self.may_fence())?);

@@ -58,7 +58,8 @@ pub(super) async fn show(
 
 /// Changes the key of the user of a pool of Ceph that the server holds, and gives it to the hosts that have the datastore. One of those that
 /// are connected tries it first; a key that the cluster refuses, or that no host can try, is not kept, unless the request says `force`. A
-/// dry run tries it, too. A pool that is mounted stays so with the former key.
+/// dry run tries it, too. A pool that is mounted stays so with the former key. Where the key is in a file on each host, the server holds this
+/// one from then on in its place: all of them try it first, as for another way to the pool, and `force` is refused.
 #[utoipa::path(put, path = "/api/v1/datastores/{datastore}/key", tag = "datastores",
     params(("datastore" = String, Path, description = "Its name, HOST:NAME where hosts share one, or id"), DryRunQuery),
     request_body = SetDatastoreKey, responses((status = 200, body = RekeyedDatastoreOrPlan), ProblemResponse))]

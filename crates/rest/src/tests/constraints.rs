@@ -434,6 +434,13 @@ fn of_resources(api: &Api) -> Vec<Try> {
                 ("/key", Value::Null, "location.pool.keyring"),
             ],
         },
+        Try {
+            method: Method::PATCH,
+            path: "datastores/none?dry_run=true",
+            schema: "SetDatastore",
+            body: json!({ "keyring": "/keyring" }),
+            refused: vec![("/key", key, "keyring")],
+        },
     ]
 }
 

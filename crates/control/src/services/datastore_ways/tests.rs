@@ -1,4 +1,6 @@
-use vmseal_agent::simulated::SimulatedHost;
+use std::path::{Path, PathBuf};
+
+use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
 use vmseal_api::datastore::{Messenger, MountedWay};
 use vmseal_api::host::HostAgent;
 use vmseal_api::model;
@@ -109,7 +111,7 @@ async fn a_way_is_kept_once_each_host_has_tried_it_and_used_from_the_next_mount_
     let told = bench.fixture.events("datastore.set").await.pop().unwrap().detail;
     assert!(told.contains(MONITORS) && told.ends_with("tried on hosts 'here', 'there'"), "{told}");
     for agent in [&bench.fixture.agent, &bench.there] {
-        let held = agent.pool_key(std::path::Path::new("/ceph"));
+        let held = agent.pool_key(Path::new("/ceph"));
         assert_eq!(held.as_deref(), Some(a_key(0xa5).as_bytes()));
     }
 
@@ -179,9 +181,11 @@ async fn what_is_not_of_such_a_pool_is_refused() {
     let bench = Bench::new().await;
     let nothing = bench.refused(SetDatastore::default()).await;
     assert_eq!(nothing.code, ErrorCode::InvalidRequest);
-    let keyring = SetDatastore { keyring: Some("/k".into()), ..SetDatastore::default() };
-    let refused = bench.refused(keyring).await;
-    assert_eq!(refused.field.as_deref(), Some("keyring"));
+    let key = Some(sealed(&bench.services, "ceph", &a_key(0xa5)));
+    let both = SetDatastore { keyring: Some("/k".into()), key, ..SetDatastore::default() };
+    for keyring in [both, SetDatastore { keyring: Some("k".into()), ..SetDatastore::default() }] {
+        assert_eq!(bench.refused(keyring).await.field.as_deref(), Some("keyring"));
+    }
     let user = SetDatastore { user: Some("admin".to_owned()), ..SetDatastore::default() };
     assert_eq!(bench.refused(user).await.field.as_deref(), Some("user"));
     let of_directory = service::set(&bench.services, &bench.me, "local", secure(), false).await;
@@ -194,9 +198,8 @@ async fn what_is_not_of_such_a_pool_is_refused() {
     assert_eq!(bench.fixture.events("datastore.key-set").await.len(), 1);
 }
 
-#[tokio::test]
-async fn a_pool_with_keyrings_gets_another_keyring_and_no_key() {
-    let bench = Bench::new().await;
+/// Adds the pool `rings`, whose key is in a file on the host `here`.
+async fn add_rings(bench: &Bench) {
     let AddDatastore { mut location, .. } = request(None);
     let DatastoreLocation::Rbd { path, pool } = &mut location else { unreachable!() };
     *path = "/rings".into();
@@ -204,19 +207,105 @@ async fn a_pool_with_keyrings_gets_another_keyring_and_no_key() {
     pool.pool = "rings".to_owned();
     let add = AddDatastore { name: "rings".to_owned(), location, ..request(None) };
     service::add(&bench.services, &bench.me, add, false).await.unwrap();
-    let set = async |request| {
-        service::set(&bench.services, &bench.me, "rings", request, false).await.map(drop)
-    };
-    let keyring = SetDatastore { keyring: Some("/etc/other".into()), ..SetDatastore::default() };
-    set(keyring).await.unwrap();
+}
+
+fn with_keyring(path: &str) -> SetDatastore {
+    SetDatastore { keyring: Some(path.into()), ..SetDatastore::default() }
+}
+
+fn with_key(bench: &Bench, key: &str) -> SetDatastore {
+    let key = Some(sealed(&bench.services, "rings", key));
+    SetDatastore { key, ..SetDatastore::default() }
+}
+
+/// The keyring of the pool `rings`, and the fingerprint of the key that the server holds.
+async fn keyring_and_key(bench: &Bench) -> (Option<PathBuf>, Option<String>) {
     let shown = service::show(&bench.services, &bench.me, "rings").await.unwrap();
-    let pool = shown.hosts[0].location.pool().unwrap();
-    assert_eq!(pool.keyring.as_deref(), Some(std::path::Path::new("/etc/other")));
+    (shown.hosts[0].location.pool().unwrap().keyring.clone(), shown.key)
+}
+
+#[tokio::test]
+async fn a_pool_with_keyrings_gets_another_keyring() {
+    let bench = Bench::new().await;
+    add_rings(&bench).await;
+    let other = with_keyring("/etc/other");
+    service::set(&bench.services, &bench.me, "rings", other, false).await.unwrap();
+    assert_eq!(keyring_and_key(&bench).await, (Some(PathBuf::from("/etc/other")), None));
     // The mount is by the same way: which key it uses is said apart from that.
+    let shown = service::show(&bench.services, &bench.me, "rings").await.unwrap();
     assert!(shown.hosts[0].mounted.as_ref().unwrap().current);
-    let key = Some(sealed(&bench.services, "rings", &a_key(0xa5)));
-    let refused = set(SetDatastore { key, ..secure() }).await.unwrap_err();
-    assert!(refused.detail.contains("is in a file on its hosts"), "{refused}");
+}
+
+#[tokio::test]
+async fn the_server_takes_the_key_over_from_keyrings_and_gives_it_up_for_them() {
+    let bench = Bench::new().await;
+    add_rings(&bench).await;
+    let (agent, place) = (&bench.fixture.agent, Path::new("/rings"));
+    let set = async |request, dry_run| {
+        service::set(&bench.services, &bench.me, "rings", request, dry_run).await
+    };
+    let key = a_key(0xa5);
+    let ring = PathBuf::from("/etc/ceph/keyring");
+
+    // What a host cannot use, and what none is to try, leaves it as it is.
+    agent.refuse_pool_keys(&[key.as_str()]);
+    let refused = set(with_key(&bench, &key), false).await.map(drop).unwrap_err();
+    let told = "nothing is changed, as host 'here' cannot use the pool so";
+    assert!(refused.detail.contains(told), "{refused}");
+    agent.refuse_pool_keys(&[]);
+    let untried = SetDatastoreKey { key: sealed(&bench.services, "rings", &key), force: true };
+    let untried = service::set_key(&bench.services, &bench.me, "rings", untried, false).await;
+    let refused = untried.map(drop).unwrap_err();
+    assert!(refused.detail.contains("leave out --force"), "{refused}");
+    let planned = set(with_key(&bench, &key), true).await;
+    let Ok(Outcome::Planned(plan)) = planned else { panic!("no plan") };
+    assert!(plan.steps[0].contains("in place of keyring /etc/ceph/keyring"), "{plan:?}");
+    assert_eq!(keyring_and_key(&bench).await, (Some(ring.clone()), None));
+    assert_eq!(agent.pool_key(place), None);
+
+    set(with_key(&bench, &key), false).await.unwrap();
+    let (keyring, held) = keyring_and_key(&bench).await;
+    assert!(keyring.is_none() && held.is_some(), "{keyring:?}");
+    assert_eq!(agent.pool_key(place).as_deref(), Some(key.as_bytes()));
+    remount::remount(&bench.services, &bench.me, "rings", "here", false).await.unwrap();
+    let shown = service::show(&bench.services, &bench.me, "rings").await.unwrap();
+    assert!(shown.hosts[0].mounted_key.as_ref().unwrap().current);
+
+    // And back.
+    set(with_keyring("/etc/ceph/keyring"), false).await.unwrap();
+    assert_eq!(keyring_and_key(&bench).await, (Some(ring), None));
+    let mut read = bench.fixture.store.read().await.unwrap();
+    let id = datastores::find(&mut read, "rings").await.unwrap().unwrap().id;
+    assert!(store_keys::get(&mut read, id).await.unwrap().is_none(), "the server has kept it");
+    drop(read);
+
+    // Each later agent of the host gets a key that was taken over.
+    set(with_key(&bench, &key), false).await.unwrap();
+    agent.restart();
+    let given = async || agent.pool_key(place).map(drop);
+    bench.fixture.eventually("the next agent gets the key", given).await;
+    let told = bench.fixture.events("datastore.set").await;
+    assert_eq!(told.len(), 3, "{told:?}");
+    assert!(told.iter().all(|event| !event.detail.contains(&key)), "{told:?}");
+}
+
+/// The same where the server dies after it has kept the key, and before it has given it.
+#[tokio::test]
+async fn a_key_that_was_taken_over_and_not_given_yet_is_given_to_the_next_agent() {
+    let bench = Bench::new().await;
+    add_rings(&bench).await;
+    let (agent, place, key) = (&bench.fixture.agent, Path::new("/rings"), a_key(0xa5));
+    agent.inject(Call::OfferPoolKey, 1, Fault::Refuse(ErrorCode::Internal));
+    let set = service::set(&bench.services, &bench.me, "rings", with_key(&bench, &key), false);
+    let refused = set.await.map(drop).unwrap_err();
+    assert!(refused.detail.contains("host 'here' has not got it"), "{refused}");
+    let (keyring, held) = keyring_and_key(&bench).await;
+    assert!(keyring.is_none() && held.is_some(), "{keyring:?}");
+    assert_eq!(agent.pool_key(place), None);
+    agent.restart();
+    let given = async || agent.pool_key(place);
+    let given = bench.fixture.eventually("the next agent gets the key", given).await;
+    assert_eq!(given, key.as_bytes());
 }
 
 #[tokio::test]

@@ -60,6 +60,7 @@ fn mirrored(copies: u32, copies_min: u32) -> Vec<PoolFacts> {
         layout,
         failure_domain: "host".to_owned(),
         compression: None,
+        fullness: None,
     }]
 }
 

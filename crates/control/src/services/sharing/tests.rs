@@ -209,3 +209,25 @@ async fn the_last_host_of_a_datastore_stays() {
         assert_eq!(bench.fixture.events(kind).await.len(), 1, "{kind}");
     }
 }
+
+/// The server takes the key of a pool over from its hosts while another host gets it.
+#[tokio::test]
+async fn a_pool_is_not_shared_by_a_way_that_is_the_former_one_by_then() {
+    let bench = Bench::new().await;
+    bench.fixture.add_pool("ceph", Vec::new()).await;
+    let before = find(&bench.services, "ceph").await.unwrap();
+    let with = ShareDatastore { host: "there".to_owned(), location: None };
+    let there = new_host(&bench.services, &before, with).await.unwrap();
+    let (id, here) = (before.id, before.hosts[0].clone());
+    let mut location = here.location;
+    let DatastoreLocation::Rbd { pool, .. } = &mut location else { unreachable!() };
+    pool.keyring = None;
+    let mut write = bench.fixture.store.write().await.unwrap();
+    datastores::set_location(&mut write, id, here.host, &location).await.unwrap();
+    write.commit().await.unwrap();
+    let shared = share_with(&bench.services, &bench.caller, before, &there, false).await;
+    let refused = shared.map(drop).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    assert!(refused.detail.contains("it is not shared. Try again"), "{refused}");
+    assert_eq!(find(&bench.services, "ceph").await.unwrap().hosts.len(), 1);
+}

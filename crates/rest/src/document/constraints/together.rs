@@ -309,6 +309,14 @@ pub(super) fn key_with_pool() -> Value {
     ] })
 }
 
+/// The key of a pool is in a file on each host, or with the server: not both.
+pub(super) fn keyring_or_key() -> Value {
+    json!({ "anyOf": [
+        { "properties": { "keyring": { "type": "null" } } },
+        { "properties": { "key": { "type": "null" } } },
+    ] })
+}
+
 /// A VM that is made again has a name of its own, or a new one is made: not both.
 pub(super) fn name_or_new_vm() -> Value {
     json!({ "anyOf": [
