@@ -268,7 +268,8 @@ impl BenchArguments {
         Program { path: self.storage_daemon.clone(), advice }
     }
 
-    /// The example of this crate that has vmseal's layers and librbd in one process: where cargo puts it, below what is beside the filter.
+    /// The example of this crate that has vmseal's layers and librbd in one process: in the directory `examples` beside the filter, where
+    /// cargo puts it.
     fn one_process(&self) -> Program {
         let name = "examples/librbd-in-filter";
         let below = self.filter.as_ref().map(|filter| filter.with_file_name(name));

@@ -34,7 +34,7 @@ impl Parts {
         Some(Self { vectors, _regions: Arc::clone(regions) })
     }
 
-    /// Parts of this process's own memory, by address and length: for who has librbd in the process that has the data.
+    /// Parts of this process's own memory, by address and length: for a program that has librbd and the data in one process.
     ///
     /// # Safety
     /// Until this is dropped, the memory stays mapped, readable and (where data is read into it) writable, and no Rust reference to it is

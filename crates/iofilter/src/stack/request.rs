@@ -166,7 +166,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// The memory that is read into or written from, for storage that hands it to what moves the data. It is there until the request is
+    /// The memory that is read into or written from, for storage that has a library move the data. It stays until the request is
     /// completed.
     #[must_use]
     pub fn data(&self) -> &Segments {

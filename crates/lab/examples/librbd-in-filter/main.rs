@@ -10,7 +10,6 @@
 mod queue;
 
 use std::fs::File;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,12 +18,12 @@ use clap::Parser;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::Pid;
-use vmseal_api::filter::Holes;
+use vmseal_api::filter::{Handle, Holes};
 use vmseal_api::id::DiskId;
 use vmseal_iofilter::disk::status::DiskState;
 use vmseal_iofilter::disk::{Disk, DiskStorage, Encryption};
 use vmseal_iofilter::front_ends::{ServedDisk, vhost_user};
-use vmseal_iofilter::handle::Socket;
+use vmseal_iofilter::handle::Handles;
 use vmseal_iofilter::process::slice;
 use vmseal_iofilter::stack::blocking;
 use vmseal_iofilter::stack::orders::Orders;
@@ -33,7 +32,6 @@ use vmseal_iofilter::storage::mem::MemDisk;
 use vmseal_lab::systems::OneProcessDisk;
 use vmseal_rbd::cluster::{Access, Cluster, Pool};
 use vmseal_rbd::image::Image;
-use vmseal_secret::SecretBytes;
 use vmseal_secret::cephx::CephxKey;
 use vmseal_secret::process::harden;
 
@@ -68,7 +66,8 @@ fn main() -> anyhow::Result<()> {
 
 fn read(path: &Path) -> anyhow::Result<OneProcessDisk> {
     let text = std::fs::read(path).with_context(|| format!("{} cannot be read", path.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("{} is no disk", path.display()))
+    serde_json::from_slice(&text)
+        .with_context(|| format!("{} does not describe a disk", path.display()))
 }
 
 /// Connects as `vmseal-rbd` does, and opens the image.
@@ -102,9 +101,9 @@ fn run_as_the_filter(core: Option<usize>) -> anyhow::Result<()> {
 
 /// Serves the disk until it is told to stop, then flushes it.
 fn serve(disk: &OneProcessDisk, image: Arc<Image>, orders: &Orders) -> anyhow::Result<()> {
-    let mut key = std::fs::read(&disk.key)
-        .with_context(|| format!("the key {} cannot be read", disk.key.display()))?;
-    let encryption = Encryption { key: SecretBytes::from_wiped(&mut key)?, holes: Holes::Zero };
+    let mut handles = Handles::default();
+    let key = handles.key(&Handle::Path(disk.key.clone()))?;
+    let encryption = Encryption { key, holes: Holes::Zero };
     // It has the same limits as librbd: any address, and blocks of 512 bytes. No data goes there, as the queue takes its place.
     let memory = DiskStorage::Mem(MemDisk::new(0));
     let layers = Disk::new(disk.size, false, Some(encryption), memory, 1);
@@ -116,10 +115,8 @@ fn serve(disk: &OneProcessDisk, image: Arc<Image>, orders: &Orders) -> anyhow::R
         state: Arc::new(DiskState::new(DiskId::new(), 1).with_cipher(layers.cipher_time())),
         allocation: layers.allocation().into(),
     });
-    let listener = UnixListener::bind(&disk.socket)
-        .with_context(|| format!("cannot listen at {}", disk.socket.display()))?;
+    let socket = handles.socket(&Handle::Path(disk.socket.clone()))?;
     let user = nix::unistd::geteuid().as_raw();
-    let socket = Socket::Listening(listener);
     let chains = vhost_user::serve(&socket, user, &served, vec![chain], orders)?;
     for mut chain in chains {
         blocking::flush(&mut chain)?;

@@ -12,7 +12,7 @@ use super::vmseal::make_key;
 use super::{DATA_OFFSET, Librbd, Place, Program, Server, System, SystemError, Transport};
 use crate::ceph::tools;
 
-/// The disk that the program serves, which reads this as JSON.
+/// The disk that the program serves. It reads this as JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OneProcessDisk {
