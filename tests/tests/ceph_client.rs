@@ -56,14 +56,11 @@ fn can_run() -> bool {
     root && is_installed()
 }
 
-#[test]
-fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
-    if !can_run() {
-        return;
-    }
+/// Measures an experiment on a cluster that tests share. Its cells; none where it is refused for want of a program, with this advice.
+fn cells_of(experiment: &str, advice: &str) -> Option<Vec<Value>> {
     let home = tempfile::tempdir().unwrap();
     let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
-    std::fs::write(&file, EXPERIMENT).unwrap();
+    std::fs::write(&file, experiment).unwrap();
     // The laboratory makes a pool of its own in a cluster, and has nobody else change that cluster till it has ended.
     let (output, status) = while_pools_stay("crc", |cluster| {
         let mut command = Command::new(program("vmseal").unwrap());
@@ -75,15 +72,21 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
     let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
     let experiment = &report["experiments"][0];
     if let Some(why) = experiment["refused"].as_str() {
-        assert!(why.contains("install Debian's package"), "{why}");
+        assert!(why.contains(advice), "{why}");
         skipped(why);
-        return;
+        return None;
     }
-    let cells = experiment["measured"][0]["cells"].as_array().unwrap();
-    let vmseal = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-files"];
-    for system in vmseal.into_iter().chain(["librbd-luks2", "librbd-plain", "fio-rbd"]) {
+    // The images went with their pool.
+    let pools = status["pools"].as_array().unwrap();
+    assert!(pools.iter().all(|it| it["name"] != "vmseal-lab-run"), "{status:#}");
+    Some(experiment["measured"][0]["cells"].as_array().unwrap().clone())
+}
+
+/// Checks that each of these systems was measured under both loads in both rounds.
+fn are_measured(systems: &[&str], cells: &[Value]) {
+    for system in systems {
         for load in ["write", "read"] {
-            let wanted = |it: &&Value| it["system"] == system && it["workload"] == load;
+            let wanted = |it: &&Value| it["system"] == *system && it["workload"] == load;
             let found: Vec<_> = cells.iter().filter(wanted).collect();
             assert_eq!(found.len(), 2, "{system} {load}: {cells:#?}");
             for cell in found {
@@ -93,9 +96,32 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
             }
         }
     }
-    // The images went with their pool.
-    let pools = status["pools"].as_array().unwrap();
-    assert!(pools.iter().all(|it| it["name"] != "vmseal-lab-run"), "{status:#}");
+}
+
+#[test]
+fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
+    if !can_run() {
+        return;
+    }
+    let Some(cells) = cells_of(EXPERIMENT, "install Debian's package") else { return };
+    let vmseal = ["vmseal-encrypted", "vmseal-plain", "vmseal-encrypted-files"];
+    let others = ["librbd-luks2", "librbd-plain", "fio-rbd"];
+    are_measured(&[vmseal, others].concat(), &cells);
+}
+
+#[test]
+fn librbd_in_the_filter_s_process_is_measured_beside_vmseal_rbd() {
+    if !can_run() {
+        return;
+    }
+    let systems = ["vmseal-encrypted", "vmseal-encrypted-one-process"];
+    let (before, rest) = EXPERIMENT.split_once("systems = [").unwrap();
+    let (_, after) = rest.split_once(']').unwrap();
+    let experiment = format!("{before}systems = {systems:?}{after}");
+    // `cargo test --workspace` builds it, and `cargo build` does not.
+    let advice = "build it with: cargo build --release -p vmseal-lab --example librbd-in-filter";
+    let Some(cells) = cells_of(&experiment, advice) else { return };
+    are_measured(&systems, &cells);
 }
 
 #[test]

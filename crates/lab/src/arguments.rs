@@ -21,8 +21,8 @@ use crate::sections::{SECTIONS, SYSTEMS, Section, Storage, workload_ids};
 use crate::statistics::VALUES_MAX;
 use crate::stop::{self, Stopped};
 use crate::systems::{
-    Beside, FILES_SYSTEMS, FIO, FioRbd, LIBRBD_SYSTEMS, Librbd, Nbdkit, Program, SEVERAL,
-    StorageDaemon, System, Transport, Vmseal, fio_obstacle, librbd_obstacle,
+    Beside, FILES_SYSTEMS, FIO, FioRbd, LIBRBD_SYSTEMS, Librbd, Nbdkit, ONE_PROCESS, OneProcess,
+    Program, SEVERAL, StorageDaemon, System, Transport, Vmseal, fio_obstacle, librbd_obstacle,
 };
 
 const MIB: u64 = 1 << 20;
@@ -239,6 +239,9 @@ impl BenchArguments {
         if self.pool.is_none() {
             return Some(format!("{id} needs a pool of a Ceph cluster"));
         }
+        if id == ONE_PROCESS {
+            return self.one_process().obstacle();
+        }
         let of_fio = || fio_obstacle(&fio()).filter(|_| id == FIO);
         librbd_obstacle(&self.storage_daemon()).or_else(of_fio)
     }
@@ -255,6 +258,7 @@ impl BenchArguments {
         };
         match id {
             FIO => Some(Box::new(FioRbd { image, fio: fio() })),
+            ONE_PROCESS => Some(Box::new(OneProcess { image, program: self.one_process() })),
             _ => Some(Box::new(image)),
         }
     }
@@ -262,6 +266,17 @@ impl BenchArguments {
     fn storage_daemon(&self) -> Program {
         let advice = "install Debian's package qemu-system-common";
         Program { path: self.storage_daemon.clone(), advice }
+    }
+
+    /// The example of this crate that has vmseal's layers and librbd in one process: in the directory `examples` beside the filter, where
+    /// cargo puts it.
+    fn one_process(&self) -> Program {
+        let name = "examples/librbd-in-filter";
+        let below = self.filter.as_ref().map(|filter| filter.with_file_name(name));
+        Program {
+            path: below.unwrap_or_else(|| beside_this_program(name)),
+            advice: "build it with: cargo build --release -p vmseal-lab --example librbd-in-filter",
+        }
     }
 
     fn nbdkit(&self) -> Program {
@@ -397,6 +412,23 @@ mod tests {
         assert!(obstacle.contains("librbd-luks2 needs a pool"), "{obstacle}");
         let obstacle = with.obstacle(&section).unwrap();
         assert!(obstacle.contains("/nonexistent/qsd cannot be run; install"), "{obstacle}");
+    }
+
+    #[test]
+    fn librbd_in_the_filter_s_process_needs_a_pool_and_the_example() {
+        let process = crate::catalogue::find("ceph-process").unwrap();
+        let section = crate::sections::of_definition(&process)[0];
+        let without = parse("").unwrap().obstacle(&section).unwrap();
+        assert!(without.contains(&format!("{ONE_PROCESS} needs a pool")), "{without}");
+        let pool = Some(crate::ceph::client::tests::pool());
+        let with = BenchArguments { pool, ..parse("--filter /nonexistent/filter").unwrap() };
+        let systems = with.systems(&section);
+        let named: Vec<_> =
+            systems.iter().map(|it| (it.id(), it.encrypts(), it.has_files())).collect();
+        assert_eq!(named, [("vmseal-encrypted", true, true), (ONE_PROCESS, true, false)]);
+        let missing = with.obstacle(&section).unwrap();
+        let said = "/nonexistent/examples/librbd-in-filter cannot be run; build it with";
+        assert!(missing.contains(said), "{missing}");
     }
 
     #[test]

@@ -43,6 +43,7 @@ const FILES: &[(&str, &str)] = &files![
     "snapshot-pause",
     "ceph-client",
     "ceph-clients",
+    "ceph-process",
     "ceph-snapshot",
     "operations",
     "encrypt",

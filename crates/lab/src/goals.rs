@@ -659,9 +659,15 @@ pub(crate) mod tests {
                 systems.for_each(|name| assert!(section.systems.contains(&name.as_str())));
                 continue;
             }
-            let more =
-                ["snapshot-io", "encrypting-io", "snapshot-pause", "ceph-client", "ceph-clients"]
-                    .map(|id| crate::sections::of_definition(&crate::catalogue::find(id).unwrap()));
+            let more = [
+                "snapshot-io",
+                "encrypting-io",
+                "snapshot-pause",
+                "ceph-client",
+                "ceph-clients",
+                "ceph-process",
+            ]
+            .map(|id| crate::sections::of_definition(&crate::catalogue::find(id).unwrap()));
             let sections = [&SECTIONS[..], &more.concat()].concat();
             let loads = sections.iter().flat_map(|s| s.workloads.iter().map(move |w| (s, w)));
             let found = loads.into_iter().find(|(_, load)| load.id == goal.workload);

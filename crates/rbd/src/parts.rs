@@ -1,4 +1,4 @@
-//! Memory of a request in parts, which a filter shares: librbd moves data from and to it in place.
+//! Memory of a request in parts, which a filter shares or this process has: librbd moves data from and to it in place.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use vmseal_channel::{Piece, SharedMemory};
 /// The regions that a filter shares.
 pub type Regions = Arc<[Arc<SharedMemory>]>;
 
-/// Parts of regions, which stay mapped as long as this lives. The filter may change what is in them at any time.
+/// Parts of memory. Regions stay mapped as long as this lives; the filter may change what is in them at any time.
 pub struct Parts {
     vectors: Vec<iovec>,
     _regions: Regions,
@@ -32,6 +32,18 @@ impl Parts {
             }
         }
         Some(Self { vectors, _regions: Arc::clone(regions) })
+    }
+
+    /// Parts of this process's own memory, by address and length: for a program that has librbd and the data in one process.
+    ///
+    /// # Safety
+    /// Until this is dropped, the memory stays mapped, readable and (where data is read into it) writable, and no Rust reference to it is
+    /// used.
+    #[must_use]
+    pub unsafe fn of_memory(memory: impl IntoIterator<Item = (*mut u8, usize)>) -> Self {
+        let some = memory.into_iter().filter(|(_, length)| *length > 0);
+        let vectors = some.map(|(start, iov_len)| iovec { iov_base: start.cast(), iov_len });
+        Self { vectors: vectors.collect(), _regions: Regions::default() }
     }
 
     /// As librbd takes them: good as long as this lives, also where it is moved.
@@ -62,5 +74,20 @@ mod tests {
             assert!(Parts::of(&[wrong], &regions).is_none(), "{wrong:?}");
         }
         assert!(Parts::of(&[piece(0, u64::MAX, 1)], &regions).is_none());
+    }
+
+    #[test]
+    fn parts_of_own_memory_are_those_that_are_given_but_for_empty_ones() {
+        let (mut one, mut other) = ([0_u8; 8], [0_u8; 4]);
+        let (one, other) = (one.as_mut_ptr(), other.as_mut_ptr());
+        // SAFETY: the arrays outlive the parts, and are not used meanwhile.
+        let parts = unsafe { Parts::of_memory([(other, 4), (one, 0), (one, 8)]) };
+        let (start, count) = parts.vectors();
+        assert_eq!(count, 2);
+        // SAFETY: there are as many, and the parts live.
+        let vectors = unsafe { std::slice::from_raw_parts(start, 2) };
+        let found: Vec<_> =
+            vectors.iter().map(|it| (it.iov_base.cast::<u8>(), it.iov_len)).collect();
+        assert_eq!(found, [(other, 4), (one, 8)]);
     }
 }

@@ -16,7 +16,8 @@ pub const SEGMENTS_MAX: usize = 1024;
 
 /// A piece of memory, laid out as the kernel's `iovec`. A copy of one may outlive the memory, so only this crate
 /// reads and writes through it; filters of others copy from and to a request
-/// ([`Request::copy_to`](crate::stack::request::Request::copy_to)).
+/// ([`Request::copy_to`](crate::stack::request::Request::copy_to)), and storage of others passes addresses on
+/// ([`Request::data`](crate::stack::request::Request::data)).
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct Segment(libc::iovec);

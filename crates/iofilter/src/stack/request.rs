@@ -166,6 +166,13 @@ pub struct Request {
 }
 
 impl Request {
+    /// The memory that is read into or written from, for storage that has a library move the data. It stays until the request is
+    /// completed.
+    #[must_use]
+    pub fn data(&self) -> &Segments {
+        &self.data
+    }
+
     /// Copies the data to write, from `start` bytes on, into `to`; returns how many bytes there were. The guest may
     /// change it at any time: read it only once.
     pub fn copy_to(&self, start: usize, to: &mut [u8]) -> usize {

@@ -95,6 +95,20 @@ impl Librbd {
         }
     }
 
+    /// Makes an empty image, which has room for a header before the disk. One that was made before is removed.
+    pub(super) fn make_image(&self, place: &Place, header: u64) -> Result<(), SystemError> {
+        let path = configuration(place);
+        fs::write(&path, client::configuration(&self.pool))
+            .map_err(|source| SystemError::File { path, source })?;
+        let removed = self.remove_image(place);
+        let size = format!("{}M", (place.size + header).div_ceil(MIB));
+        let created = self.rbd(place, &["create", "--size", &size, &self.image()]);
+        created.map_err(|error| match error.to_string().contains(EXISTS) {
+            true => removed.err().unwrap_or(error),
+            false => error,
+        })
+    }
+
     /// The image as the daemon opens it. Without its host's cache the daemon turns librbd's off, too.
     fn block_device(&self, place: &Place) -> String {
         let encrypt = if self.luks { ",encrypt.format=luks2,encrypt.key-secret=s0" } else { "" };
@@ -127,25 +141,13 @@ impl System for Librbd {
     }
 
     fn prepare(&self, place: &Place) -> Result<(), SystemError> {
-        let path = configuration(place);
-        fs::write(&path, client::configuration(&self.pool))
-            .map_err(|source| SystemError::File { path, source })?;
-        let image = self.image();
-        let removed = self.remove_image(place);
-        // The header is in the image, before the disk.
-        let header = if self.luks { DATA_OFFSET } else { 0 };
-        let size = format!("{}M", (place.size + header).div_ceil(MIB));
-        let created = self.rbd(place, &["create", "--size", &size, &image]);
-        created.map_err(|error| match error.to_string().contains(EXISTS) {
-            true => removed.err().unwrap_or(error),
-            false => error,
-        })?;
+        self.make_image(place, if self.luks { DATA_OFFSET } else { 0 })?;
         if !self.luks {
             return Ok(());
         }
         luks_image::write_passphrase(place)?;
         let passphrase = luks_image::passphrase(place).display().to_string();
-        self.rbd(place, &["encryption", "format", &image, "luks2", &passphrase])
+        self.rbd(place, &["encryption", "format", &self.image(), "luks2", &passphrase])
     }
 
     fn start(&self, place: &Place, _core: Option<usize>) -> Result<Server, SystemError> {

@@ -5,6 +5,7 @@ mod fio;
 mod librbd;
 mod luks_image;
 mod nbdkit;
+mod one_process;
 mod server;
 mod storage_daemon;
 mod vmseal;
@@ -20,6 +21,7 @@ pub use self::beside::Beside;
 pub use self::fio::{FioRbd, obstacle as fio_obstacle};
 pub use self::librbd::{Librbd, obstacle as librbd_obstacle};
 pub use self::nbdkit::Nbdkit;
+pub use self::one_process::{OneProcess, OneProcessDisk};
 pub use self::server::{Program, Server, Transport};
 pub use self::storage_daemon::StorageDaemon;
 pub use self::vmseal::{SEVERAL, Vmseal};
@@ -40,7 +42,7 @@ pub const SYSTEMS: [&str; 7] = [
 ];
 
 /// Those that only `vmseal lab run` has.
-pub const MORE_SYSTEMS: [&str; 8] = [
+pub const MORE_SYSTEMS: [&str; 9] = [
     "vmseal-encrypted-snapshot",
     "vmseal-plain-encrypting",
     "vmseal-encrypted-snapshots",
@@ -49,6 +51,7 @@ pub const MORE_SYSTEMS: [&str; 8] = [
     "librbd-plain",
     "librbd-luks2",
     FIO,
+    ONE_PROCESS,
 ];
 
 /// Those of them whose disks are files of a mounted pool and nothing else: there, others have a channel beside them.
@@ -57,8 +60,11 @@ pub const FILES_SYSTEMS: [&str; 2] = ["vmseal-encrypted-files", "vmseal-plain-fi
 /// The one that fio measures.
 pub const FIO: &str = "fio-rbd";
 
+/// The one that has vmseal's layers and Ceph's own library in one process.
+pub const ONE_PROCESS: &str = "vmseal-encrypted-one-process";
+
 /// Those of them whose disks are images of a pool that Ceph's own library gets to.
-pub const LIBRBD_SYSTEMS: [&str; 3] = ["librbd-plain", "librbd-luks2", FIO];
+pub const LIBRBD_SYSTEMS: [&str; 4] = ["librbd-plain", "librbd-luks2", FIO, ONE_PROCESS];
 
 /// The offset of an encrypted disk's data: LUKS2's default, so that alignment is as in real disks.
 const DATA_OFFSET: u64 = 16 << 20;

@@ -209,7 +209,7 @@ fn kept_path(place: &Place) -> PathBuf {
 }
 
 /// A key that protects only a test's pattern and is removed with the directory, so a file may contain it.
-fn make_key(path: &Path) -> io::Result<()> {
+pub(super) fn make_key(path: &Path) -> io::Result<()> {
     let mut key = [0; KEY_LENGTH];
     File::open("/dev/urandom")?.read_exact(&mut key)?;
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(&key)
