@@ -43,6 +43,10 @@ const REQUEST_MAX: u64 = 8;
 /// How many requests are in flight.
 const DEPTH: u16 = 8;
 
+/// From so many failed writes on nothing else is asked. While the disk fails they would become more and more, and in the end each is
+/// written again alone.
+const AGAIN_MAX: usize = 32;
+
 /// The number of the disk in its stamps.
 const DISK: u64 = 0x6365_7068;
 
@@ -135,7 +139,8 @@ impl Client {
         if let Some(slot) = self.free() {
             let first = self.random.u64(..UNITS);
             let some = first..(first + self.random.u64(1..=REQUEST_MAX)).min(UNITS);
-            if !self.again.is_empty() && self.random.bool() {
+            let is_full = self.again.len() >= AGAIN_MAX;
+            if is_full || (!self.again.is_empty() && self.random.bool()) {
                 let failed = self.again.remove(0);
                 self.write(slot, failed);
             } else if self.random.u8(..4) == 0 {
