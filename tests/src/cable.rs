@@ -9,17 +9,12 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::fs::File;
 use std::net::Ipv4Addr;
-use std::os::fd::AsRawFd;
 use std::panic::resume_unwind;
 
-use nix::sched::{CloneFlags, setns, unshare};
+use vmseal_lab::network::Network;
 
 use crate::network::ip;
-
-/// The network of a thread.
-const OF_THREAD: &str = "/proc/thread-self/ns/net";
 
 /// The ends of the cable, and their addresses.
 const NEAR: &str = "cable-near";
@@ -32,21 +27,17 @@ const FAR_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 98, 0, 1);
 const FAR_HARDWARE: &str = "02:00:0a:62:00:01";
 
 /// The cable, and the network at its far end.
-pub struct Cable(File);
+pub struct Cable(Network);
 
 impl Cable {
     /// Makes another network, and lays a cable to it from that of this thread, which is of the test's own
     /// ([`own_namespace`](crate::network::own_namespace)).
     #[must_use]
     pub fn lay() -> Self {
-        let make = || {
-            unshare(CloneFlags::CLONE_NEWNET).unwrap();
-            File::open(OF_THREAD).unwrap()
-        };
-        let cable = Self(std::thread::scope(|scope| scope.spawn(make).join().unwrap()));
+        let cable = Self(Network::new().unwrap());
         run(&format!("link add {NEAR} type veth peer name {FAR} address {FAR_HARDWARE}"));
         // By the descriptor of this process: the other network has no name.
-        let descriptor = cable.0.as_raw_fd();
+        let descriptor = cable.0.descriptor();
         run(&format!("link set {FAR} netns /proc/{}/fd/{descriptor}", std::process::id()));
         cable.at_far_end(|| {
             run("link set lo up");
@@ -57,10 +48,10 @@ impl Cable {
         cable
     }
 
-    /// Does something in the network at the far end, as do the programs that it starts.
+    /// Does something in the network at the far end, as do the programs that it starts. If it panics, so does this, with the same message.
     pub fn at_far_end<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let there = || {
-            setns(&self.0, CloneFlags::CLONE_NEWNET).unwrap();
+            self.0.enter().unwrap();
             work()
         };
         match std::thread::scope(|scope| scope.spawn(there).join()) {
@@ -70,7 +61,7 @@ impl Cable {
     }
 
     /// Has packets to this address, which is one of loopback at the far end, go over the cable.
-    pub fn leads_to(&self, address: Ipv4Addr) {
+    pub fn add_route(&self, address: Ipv4Addr) {
         let way = format!("via {FAR_ADDRESS} dev {NEAR} src {NEAR_ADDRESS}");
         // Before the route by which all addresses of loopback are this network's own.
         run(&format!("route add {address} {way} table local"));

@@ -27,18 +27,19 @@ fn a_host_that_is_cut_off_from_its_cluster_goes_on_by_itself_and_has_lost_no_wri
     let options = Options { messenger: "crc", erasure_coded: true, key_at_server: false };
     let cable = Cable::lay();
     let pool = cable.at_far_end(|| Pool::of_own_cluster(options.messenger, options.erasure_coded));
-    cable.leads_to(pool.cluster.address());
+    cable.add_route(pool.cluster.address());
     let mut bench = CephInstallation::on(pool, options);
     let console = starts(&mut bench);
     let (here, pool) = (&bench.here, &bench.pool);
     let cut = || cable.cut();
     let until_given_up = || {
-        let is = || {
+        let is_given_up = || {
             let images = pool.images();
-            let given_up = images.iter().all(|it| !is_watched(pool, it) && !is_locked(pool, it));
-            given_up.then_some(())
+            let none_is_had = images.iter().all(|it| !is_watched(pool, it) && !is_locked(pool, it));
+            none_is_had.then_some(())
         };
-        cable.at_far_end(|| eventually("the cluster takes the host for dead", is)).unwrap();
+        let given_up = || eventually("the cluster takes the host for dead", is_given_up);
+        cable.at_far_end(given_up).unwrap();
     };
     let only_one = || <[String; 1]>::try_from(pool.images()).ok();
     let [image] = eventually("the pool has the guest's image alone", only_one).unwrap();
