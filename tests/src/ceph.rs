@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::io::{self, BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -19,17 +20,20 @@ use crate::{eventually, program};
 /// How long `ceph` tries to reach a monitor that may not answer, in seconds.
 const CONNECT: &str = "30";
 
+/// The port of the monitor.
+const MONITOR_PORT: u16 = 17300;
+
 /// A cluster's directory and address; all of its processes end with the value.
 pub struct Cluster {
     home: TempDir,
-    listen: String,
+    listen: SocketAddrV4,
 }
 
 impl Cluster {
     /// A directory and an address; nothing runs yet.
     #[must_use]
     pub fn new() -> Self {
-        let listen = format!("{}:17300", next_address());
+        let listen = SocketAddrV4::new(next_address(), MONITOR_PORT);
         Self { home: tempfile::tempdir().unwrap(), listen }
     }
 
@@ -37,6 +41,12 @@ impl Cluster {
     #[must_use]
     pub fn directory(&self) -> PathBuf {
         self.home.path().join("cluster")
+    }
+
+    /// The address of all of its daemons.
+    #[must_use]
+    pub fn address(&self) -> Ipv4Addr {
+        *self.listen.ip()
     }
 
     /// The monitor's address, as clients are told it.
@@ -81,12 +91,14 @@ impl Cluster {
 
     /// The same with more options.
     pub fn up_with(&self, more: &[&str]) -> Value {
-        self.json(&[&["up", "--listen", &self.listen, "--osd-gib", "2"], more].concat())
+        let listen = self.listen.to_string();
+        self.json(&[&["up", "--listen", &listen, "--osd-gib", "2"], more].concat())
     }
 
     /// Kills an `up` with these options as soon as it says this.
     pub fn up_killed_at(&self, line: &str, more: &[&str]) {
-        let words = [&["up", "--listen", &self.listen, "--osd-gib", "2"], more].concat();
+        let listen = self.listen.to_string();
+        let words = [&["up", "--listen", &listen, "--osd-gib", "2"], more].concat();
         let mut command = self.command(&words);
         let mut up = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let lines = BufReader::new(up.stderr.take().unwrap()).lines();

@@ -52,7 +52,9 @@ impl CephInstallation {
         Self::on(Pool::of_shared_cluster(pool, options.messenger), options)
     }
 
-    fn on(pool: Pool, options: Options) -> Self {
+    /// An installation that has this pool, which is as the options say.
+    #[must_use]
+    pub fn on(pool: Pool, options: Options) -> Self {
         let here = Installation::new().unwrap();
         let mounted = here.path("ceph");
         let installation = Self { here, cluster: Arc::clone(&pool.cluster), pool, mounted };

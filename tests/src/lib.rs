@@ -14,6 +14,7 @@
 //! | [`ceph`] | a cluster of Ceph's own programs |
 //! | [`ceph_pool`] | a pool of such a cluster, which tests may share |
 //! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
+//! | [`cable`] | a cable between a test and the network of its cluster, which can be cut |
 //! | [`huge_pages`] | the huge pages of this machine |
 //! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
@@ -35,6 +36,7 @@
 //! | [`scan`] | a search for secrets in files and processes |
 
 pub mod as_user;
+pub mod cable;
 pub mod capture;
 pub mod ceph;
 pub mod ceph_datastore;

@@ -21,7 +21,7 @@ use crate::ceph_channel::{Queue, attach, connection_at, piece, ticket};
 use crate::ceph_datastore::started;
 use crate::ceph_files::make;
 
-const VM: &str = "web";
+pub(crate) const VM: &str = "web";
 
 const DISK: &str = "web/disk0";
 
@@ -56,6 +56,9 @@ const GROWTH_MIN: u64 = 128 << 20;
 /// And at most: as much as may be in flight to the cluster (docs/ceph.md).
 const GROWTH_MAX: u64 = 640 << 20;
 
+/// By how many bytes the private memory of the guest's filter grows at most: a filter with one disk has no more in all (docs/storage.md).
+const FILTER_GROWTH_MAX: u64 = 32 << 20;
+
 #[test]
 fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
     if !is_installed() {
@@ -67,14 +70,28 @@ fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
         erasure_coded: true,
         key_at_server: false,
     });
-    bench.here.kill_agent();
-    bench.here.start_agent_with(&["--disk-stall", STALL]).unwrap();
-    let mut console = started(&bench.here, "ceph");
-    bench.shares_data();
-    waits(&bench, &mut console);
+    let mut console = starts(&mut bench);
+    let stop = || bench.cluster.stop_daemons("osd.");
+    waits(&bench, &mut console, stop, || ());
     shows_what_room_there_is(&bench);
     waits_while_the_pool_is_full(&bench, &mut console);
     drop(console);
+    let mut console = starts_with_errors(&bench);
+    gets_errors(&bench, &mut console, stop);
+    gets_errors_while_the_pool_is_full(&bench, &mut console);
+}
+
+/// Starts a guest that waits for the cluster, at a host that soon reports that.
+pub(crate) fn starts(bench: &mut CephInstallation) -> Console {
+    bench.here.kill_agent();
+    bench.here.start_agent_with(&["--disk-stall", STALL]).unwrap();
+    let console = started(&bench.here, "ceph");
+    bench.shares_data();
+    console
+}
+
+/// Has the policy of the guest say that it gets errors, and starts it again.
+pub(crate) fn starts_with_errors(bench: &CephInstallation) -> Console {
     let fails = ["policy", "set", "encrypted", "--on-stall", "error,5s"];
     bench.here.vmseal(&fails).unwrap();
     // It holds from the next start on.
@@ -84,8 +101,7 @@ fn a_guest_whose_cluster_does_not_answer_waits_or_gets_errors_and_goes_on() {
     // What the kernel says of errors is not to come in the middle of a line that is waited for.
     run(&mut console, "echo 1 >/proc/sys/kernel/printk; echo QUIET-$((6 * 7))", "QUIET-42")
         .unwrap();
-    gets_errors(&bench, &mut console);
-    gets_errors_while_the_pool_is_full(&bench, &mut console);
+    console
 }
 
 /// An image of the pool, and a queue for it as a filter has it.
@@ -96,13 +112,30 @@ struct Written {
     queue: Queue,
 }
 
+/// A process, and what it had as private memory before something.
+struct Measured {
+    process: i32,
+    before: u64,
+}
+
+impl Measured {
+    fn new(process: i32) -> Self {
+        Self { process, before: memory(process) }
+    }
+
+    /// By how much its private memory has grown.
+    fn growth(&self) -> u64 {
+        memory(self.process).saturating_sub(self.before)
+    }
+}
+
 /// Writes that ask for more than may be under way.
 struct Load {
     images: Vec<Written>,
     /// The `vmseal-rbd` that they are asked of.
-    server: i32,
-    /// What it had as private memory before.
-    before: u64,
+    server: Measured,
+    /// The filter of the guest, which writes, too.
+    filter: Measured,
 }
 
 impl Load {
@@ -119,8 +152,10 @@ impl Load {
             Written { path, file, connection, queue }
         };
         let images = (0..IMAGES).map(written).collect();
-        let server = bench.server().expect("the pool is served");
-        Self { images, server, before: memory(server) }
+        let server = Measured::new(bench.server().expect("the pool is served"));
+        let filters = bench.here.processes_of(VM, "vmseal-filter").unwrap();
+        assert_eq!(filters.len(), 1, "the guest is not served by one filter");
+        Self { images, server, filter: Measured::new(filters[0]) }
     }
 
     fn begin(&mut self) {
@@ -133,23 +168,23 @@ impl Load {
         }
     }
 
-    /// By how much the private memory of `vmseal-rbd` has grown.
-    fn growth(&self) -> u64 {
-        memory(self.server).saturating_sub(self.before)
-    }
-
     /// `vmseal-rbd` has begun writes, while nothing is answered.
     fn is_held(&self) {
-        let held = || (self.growth() >= GROWTH_MIN).then_some(());
-        eventually("vmseal-rbd holds what is written", held)
-            .unwrap_or_else(|error| panic!("{error}: it has grown by {}", self.growth()));
+        let growth = || self.server.growth();
+        eventually("vmseal-rbd holds what is written", || (growth() >= GROWTH_MIN).then_some(()))
+            .unwrap_or_else(|error| panic!("{error}: it has grown by {}", growth()));
     }
 
     /// It has not begun all of them.
     fn is_bounded(&self) {
-        let growth = self.growth();
-        println!("vmseal-rbd: {} MiB, and {} MiB more", self.before >> 20, growth >> 20);
-        assert!(growth <= GROWTH_MAX, "vmseal-rbd has grown by {growth} bytes");
+        for (name, measured, most) in [
+            ("vmseal-rbd", &self.server, GROWTH_MAX),
+            ("vmseal-filter", &self.filter, FILTER_GROWTH_MAX),
+        ] {
+            let (before, growth) = (measured.before, measured.growth());
+            println!("{name}: {} MiB, and {} MiB more", before >> 20, growth >> 20);
+            assert!(growth <= most, "{name} has grown by {growth} bytes");
+        }
     }
 
     /// All of them are done, by the same process, and the images go.
@@ -162,7 +197,8 @@ impl Load {
             drop((queue, connection, file));
             std::fs::remove_file(path).unwrap();
         }
-        assert_eq!(bench.server(), Some(self.server), "another vmseal-rbd serves the pool");
+        let server = Some(self.server.process);
+        assert_eq!(bench.server(), server, "another vmseal-rbd serves the pool");
     }
 }
 
@@ -171,12 +207,19 @@ fn memory(process: i32) -> u64 {
     own_memory(process.cast_unsigned()).unwrap()
 }
 
-fn waits(bench: &CephInstallation, console: &mut Console) {
+/// A guest waits while the cluster does not answer: from when `silence` is called until what it returns is dropped. `meanwhile` is called in
+/// between, after the alarm.
+pub(crate) fn waits<Silence>(
+    bench: &CephInstallation,
+    console: &mut Console,
+    silence: impl FnOnce() -> Silence,
+    meanwhile: impl FnOnce(),
+) {
     let here = &bench.here;
     count(console);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
     let mut load = Load::new(bench);
-    let stopped = bench.cluster.stop_daemons("osd.");
+    let silent = silence();
     load.begin();
     load.is_held();
     let alarm = here.wait_alarm(DISK, "disk-stalled").unwrap();
@@ -188,9 +231,10 @@ fn waits(bench: &CephInstallation, console: &mut Console) {
     ] {
         assert!(alarm.contains(part), "{part}: {alarm}");
     }
+    meanwhile();
     // The alarm comes seconds after the writes: by now memory has stopped growing.
     load.is_bounded();
-    drop(stopped);
+    drop(silent);
     load.ends(bench);
     here.wait_no_alarm(DISK, "disk-stalled").unwrap();
     stop_counting(console);
@@ -199,14 +243,19 @@ fn waits(bench: &CephInstallation, console: &mut Console) {
     assert!(errors.iter().all(|alarm| alarm["code"] != "disk-errors"), "{errors:?}");
 }
 
-fn gets_errors(bench: &CephInstallation, console: &mut Console) {
+/// A guest gets errors while the cluster does not answer: from when `silence` is called until what it returns is dropped.
+pub(crate) fn gets_errors<Silence>(
+    bench: &CephInstallation,
+    console: &mut Console,
+    silence: impl FnOnce() -> Silence,
+) {
     assert!(is_written(console), "the cluster is well");
-    let stopped = bench.cluster.stop_daemons("osd.");
-    assert!(!is_written(console), "the cluster has written while its OSDs stood still");
+    let silent = silence();
+    assert!(!is_written(console), "the cluster has written while it did not answer");
     // And at once from then on.
-    assert!(!is_written(console), "the cluster has written while its OSDs stood still");
+    assert!(!is_written(console), "the cluster has written while it did not answer");
     says_that_requests_fail(bench);
-    drop(stopped);
+    drop(silent);
     goes_on(bench, console);
     let told = rest::scrape(&bench.here, "/metrics/hosts/here").unwrap();
     for name in ["vmseal_disk_stalls_total{", "vmseal_disk_stalled_requests_total{"] {

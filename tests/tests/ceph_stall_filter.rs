@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -15,7 +15,7 @@ use vmseal_history::checker::{End, History, Read, Write};
 use vmseal_history::stamp::{self, Found, Stamp};
 use vmseal_initiator::{Completion, Initiator, Operation, VhostUser, Wait};
 use vmseal_secret::SecretBytes;
-use vmseal_tests::ceph::{Cluster, is_installed};
+use vmseal_tests::ceph::is_installed;
 use vmseal_tests::ceph_pool::Pool;
 use vmseal_tests::eventually;
 use vmseal_tests::filter::{Disk, Filter};
@@ -42,6 +42,10 @@ const REQUEST_MAX: u64 = 8;
 
 /// How many requests are in flight.
 const DEPTH: u16 = 8;
+
+/// From so many failed writes on nothing else is asked. While the disk fails they would become more and more, and in the end each is
+/// written again alone.
+const AGAIN_MAX: usize = 32;
 
 /// The number of the disk in its stamps.
 const DISK: u64 = 0x6365_7068;
@@ -135,7 +139,8 @@ impl Client {
         if let Some(slot) = self.free() {
             let first = self.random.u64(..UNITS);
             let some = first..(first + self.random.u64(1..=REQUEST_MAX)).min(UNITS);
-            if !self.again.is_empty() && self.random.bool() {
+            let is_full = self.again.len() >= AGAIN_MAX;
+            if is_full || (!self.again.is_empty() && self.random.bool()) {
                 let failed = self.again.remove(0);
                 self.write(slot, failed);
             } else if self.random.u8(..4) == 0 {
@@ -234,15 +239,29 @@ fn no_write_that_failed_lands_later_when_osds_that_stood_still_go_on() {
         return;
     }
     let pool = Pool::of_own_cluster("crc", false);
-    let (cluster, mount) = (&pool.cluster, Mount::new(&pool));
-    let mounted = attribute(&mount.path(""), MOUNTED_ATTRIBUTE).unwrap();
-    let mounted: Mounted = serde_json::from_str(&mounted).unwrap();
-    let channel = mounted.channel.expect("it has a socket");
-    fails_and_serves_again(cluster, &mount, "shared-memory", Some(Path::new(&channel)));
-    fails_and_serves_again(cluster, &mount, "files", None);
+    let mount = Mount::new(&pool);
+    let stop = || pool.cluster.stop_daemons("osd.");
+    let socket = channel(&mount);
+    fails_and_serves_again(&mount, "shared-memory", Some(socket.as_path()), stop, || ());
+    fails_and_serves_again(&mount, "files", None, stop, || ());
 }
 
-fn fails_and_serves_again(cluster: &Cluster, mount: &Mount, name: &str, channel: Option<&Path>) {
+/// The socket at which filters get to images of a mount without their files.
+pub(crate) fn channel(mount: &Mount) -> PathBuf {
+    let mounted = attribute(&mount.path(""), MOUNTED_ATTRIBUTE).unwrap();
+    let mounted: Mounted = serde_json::from_str(&mounted).unwrap();
+    mounted.channel.expect("it has a socket").into()
+}
+
+/// Twice the cluster does not answer: from when `silence` is called until what it returns is dropped. In between, `meanwhile` is called the
+/// first time, and the filter is killed the second time.
+pub(crate) fn fails_and_serves_again<Silence>(
+    mount: &Mount,
+    name: &str,
+    channel: Option<&Path>,
+    silence: impl Fn() -> Silence,
+    meanwhile: impl FnOnce(),
+) {
     let image = mount.path(name);
     make(&image).unwrap().set_len(OFFSET + SIZE).unwrap();
     let home = tempfile::tempdir().unwrap();
@@ -255,22 +274,23 @@ fn fails_and_serves_again(cluster: &Cluster, mount: &Mount, name: &str, channel:
     client.works_until("requests are answered", |client| client.answered >= 200);
     assert_eq!(client.failed, 0, "{name}: the cluster is well");
 
-    let stopped = cluster.stop_daemons("osd.");
+    let silent = silence();
     client.works_until("requests fail", |_| fails(&filter) == Some(true));
     client.rests("what was in flight has failed");
     assert!(client.failed > 0, "{name}: nothing was in flight");
     fail_at_once(&mut client, &filter, name);
-    drop(stopped);
+    meanwhile();
+    drop(silent);
     client.works_until("the disk serves again", |_| fails(&filter) == Some(false));
     assert!(!client.flush(), "{name}: a flush hides that writes have failed");
     client.finds_nothing_wrong();
 
-    let stopped = cluster.stop_daemons("osd.");
+    let silent = silence();
     client.works_until("requests fail again", |_| fails(&filter) == Some(true));
     client.rests("what was in flight has failed again");
     // Where data goes through files it may not end before the cluster answers.
     kill(Pid::from_raw(filter.id()), Signal::SIGKILL).unwrap();
-    drop(stopped);
+    drop(silent);
     filter.kill();
     // Nobody serves it before its former filter's requests have ended: till then its lock is held.
     let next = eventually("another filter serves it", || Filter::start(home.path(), &disk).ok());

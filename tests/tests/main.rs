@@ -10,6 +10,7 @@ mod ceph_at_rest;
 mod ceph_backups;
 mod ceph_channel;
 mod ceph_client;
+mod ceph_cut_network;
 mod ceph_datastore;
 mod ceph_evacuation;
 mod ceph_files;

@@ -10,6 +10,7 @@
 //! | [`operation`] | operations of a whole installation |
 //! | [`migration`] | running guests that move to another host, beside QEMU's own migration |
 //! | [`ceph`] | a Ceph cluster on this machine |
+//! | [`network`] | networks of the kernel |
 //! | [`load`], [`pattern`], [`clock`] | driving one and measuring it |
 //! | [`sections`] | what is measured where |
 //! | [`experiment`], [`idle`], [`neighbour`], [`computed_limit`] | disks under load; disks without work; what the machine could do at best |
@@ -37,7 +38,7 @@ pub mod machine;
 pub mod metric;
 pub mod migration;
 pub mod neighbour;
-mod network;
+pub mod network;
 pub mod operation;
 pub mod outcome;
 pub mod page;
