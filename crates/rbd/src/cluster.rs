@@ -2,6 +2,7 @@
 
 mod blocklist;
 mod change;
+mod lockers;
 mod messenger;
 mod version;
 
@@ -293,9 +294,6 @@ pub enum Held {
 
 /// The name of the locks, and the cookie: a process has one lock of an object.
 const LOCK: &CStr = c"vmseal.lock";
-
-/// Room for a list of those who have locks: far more than hosts that read one file.
-const LOCKERS_BYTES: usize = 16 * 1024;
 
 /// What is to be changed in the keys of an object, as one.
 #[derive(Debug, Default)]
@@ -613,51 +611,17 @@ impl Pool {
         if addresses.is_empty() {
             return Ok(());
         }
-        let object = text(object)?;
-        let rados = &loaded().rados;
-        let mut lists = [const { [0_u8; LOCKERS_BYTES] }; 4];
-        let mut lengths = [LOCKERS_BYTES; 4];
-        let mut exclusive = 0;
-        let [tag, clients, cookies, told] = lists.each_mut().map(|list| list.as_mut_ptr().cast());
-        let [tag_length, clients_length, cookies_length, told_length] =
-            lengths.each_mut().map(|length| &raw mut *length);
-        // SAFETY: the pool is open; the lists have room for as many bytes as their lengths say, and outlive the call.
-        let count = unsafe {
-            (rados.rados_list_lockers)(
-                self.io,
-                object.as_ptr(),
-                LOCK.as_ptr(),
-                &raw mut exclusive,
-                tag,
-                tag_length,
-                clients,
-                clients_length,
-                cookies,
-                cookies_length,
-                told,
-                told_length,
-            )
-        };
-        let count = match checked(count as i64) {
-            Err(error) if is_none(&error) => return Ok(()),
-            count => count? as usize,
-        };
-        let texts = |list: &[u8]| -> Vec<String> {
-            let texts = list.split(|byte| *byte == 0).take(count);
-            texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect()
-        };
-        for ((client, cookie), address) in
-            texts(&lists[1]).iter().zip(texts(&lists[2])).zip(texts(&lists[3]))
-        {
-            if !addresses.contains(&without_version(&address).to_owned()) {
+        for locker in self.lockers(object, LOCK)? {
+            if !addresses.contains(&without_version(&locker.address).to_owned()) {
                 continue;
             }
-            let (client, cookie) = (text(client)?, text(&cookie)?);
+            let (object, client, cookie) =
+                (text(object)?, text(&locker.client)?, text(&locker.cookie)?);
             let (client, cookie) = (client.as_ptr(), cookie.as_ptr());
+            let break_lock = loaded().rados.rados_break_lock;
             // SAFETY: the pool is open, the texts outlive the call.
-            let broken = unsafe {
-                (rados.rados_break_lock)(self.io, object.as_ptr(), LOCK.as_ptr(), client, cookie)
-            };
+            let broken =
+                unsafe { break_lock(self.io, object.as_ptr(), LOCK.as_ptr(), client, cookie) };
             checked(broken)?;
         }
         Ok(())

@@ -1,17 +1,16 @@
 //! Disks are copied to other images, and the copies used in their place: each step repeated, every refusal provoked.
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use vmseal_api::former_image::{FormerFate, FormerImage};
 use vmseal_api::host::{
-    ConsoleClaim, DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror,
-    DropSourcesJob, HostAgent, JobKind, JobSpec, JobState, MirrorJob, Power, PowerOff,
+    DatastoreLocation, DatastoreSpec, DiskFacts, DiskSpec, DiskState, DiskToMirror, DropSourcesJob,
+    HostAgent, JobKind, JobSpec, JobState, MirrorJob, Power, PowerOff,
 };
 use vmseal_api::id::{DiskId, TaskId};
 use vmseal_api::pace::CopyPace;
 use vmseal_api::problem::ErrorCode;
 
-use super::{Session, console, done, examine, pace, refused};
+use super::{Session, console, done, examine, pace, refused, running};
 
 /// The job that moves one disk, which stays as it is.
 pub fn moved(disk: DiskId, encrypted: bool, to: &DatastoreSpec) -> JobSpec {
@@ -166,19 +165,7 @@ pub async fn suspend(agent: &dyn HostAgent, session: &Session) {
 pub async fn goes_on(agent: &dyn HostAgent, session: &Session) {
     done(agent.power_on(session.vm()).await, "resuming");
     session.power(agent, Power::Running).await;
-    let claimed = agent.console(session.vm(), ConsoleClaim::TakeOver).await;
-    let mut console = done(claimed, "the console");
-    let word = DiskId::new().to_string();
-    console.write_all(word.as_bytes()).await.expect("typing");
-    let echo = async {
-        let mut seen = Vec::new();
-        while !String::from_utf8_lossy(&seen).contains(&word) {
-            let mut chunk = [0; 1024];
-            let length = console.read(&mut chunk).await.expect("reading the console");
-            assert!(length > 0, "the console ended: {}", String::from_utf8_lossy(&seen));
-            seen.extend_from_slice(&chunk[..length]);
-        }
-    };
+    let echo = running::echoed(agent, session);
     assert!(timeout(session.fixture.timeout, echo).await.is_ok(), "its guest does not go on");
 }
 

@@ -47,7 +47,7 @@ async fn boots(agent: &dyn HostAgent, session: &Session) {
 }
 
 /// Types a new word and waits for its echo.
-async fn echoed(agent: &dyn HostAgent, session: &Session) {
+pub async fn echoed(agent: &dyn HostAgent, session: &Session) {
     let console = agent.console(session.vm(), ConsoleClaim::TakeOver).await;
     let mut console = done(console, "the console");
     let word = NicId::new().to_string();

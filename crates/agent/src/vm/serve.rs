@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::task::spawn_blocking;
 use vmseal_api::boot::BootDevice;
-use vmseal_api::filter::{DiskActivity, DiskStatus, FilterStatus};
+use vmseal_api::filter::{DiskActivity, DiskFile, DiskStatus, FilterStatus};
 use vmseal_api::host::{Attachment, DiskFacts, DiskSpec, NicState, Notice, VmSpec};
 use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
@@ -388,6 +389,31 @@ pub fn has_stacks_of(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Probl
         }
     }
     Ok(true)
+}
+
+/// Whether a filter serves disks from their own files, and not placeholders: an agent that handed a guest over may have ended before it
+/// replaced them. All of them are replaced at once, and one that does not say what it writes has placeholders. Blocks.
+///
+/// # Errors
+/// Those of the notes.
+pub fn has_own_files(spec: &VmSpec, status: &FilterStatus) -> Result<bool, Problem> {
+    for served in &status.disks {
+        let known = spec.disks().find(|known| known.disk == served.disk);
+        let (Some(disk), Some(file)) = (known, served.file) else { continue };
+        let home = Home::of(&disk.datastore, spec.vm)?;
+        let own = match layers::written(&home, disk.disk)? {
+            Some(active) => Some(active),
+            None => home
+                .image(disk.disk)
+                .metadata()
+                .ok()
+                .map(|image| DiskFile { device: image.dev(), inode: image.ino() }),
+        };
+        if own == Some(file) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn name(spec: &VmSpec, disk: DiskId) -> String {

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used)] // in tests a panic is the report
 
 mod bench;
+mod handed_over;
 mod panics;
 
 use std::io::Write as _;

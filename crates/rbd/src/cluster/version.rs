@@ -1,14 +1,10 @@
-//! The version of an object, whether anybody has it locked, and who this process is to those who ask who watches one.
+//! The version of an object, and the number by which this process is named among those who watch one.
 
-use std::ffi::CStr;
 use std::io;
 use std::ptr;
 
-use super::{Pool, checked, is_none, text};
+use super::{Pool, checked, text};
 use crate::library::loaded;
-
-/// Room for a list of those who have a lock that one has at a time.
-const LOCKERS_BYTES: usize = 2048;
 
 impl Pool {
     /// The number that the cluster has given this process, by which those are named who watch an object.
@@ -43,43 +39,6 @@ impl Pool {
             let version = (rados.rados_aio_get_version)(completion);
             (rados.rados_aio_release)(completion);
             checked(told).map(|_| version)
-        }
-    }
-
-    /// Whether anybody has a lock of this name of an object.
-    ///
-    /// # Errors
-    /// The cluster's; `ERANGE` where more have it than one would expect.
-    pub fn has_lock(&self, object: &str, lock: &CStr) -> io::Result<bool> {
-        let object = text(object)?;
-        let mut lists = [[0_u8; LOCKERS_BYTES]; 4];
-        let mut lengths = [LOCKERS_BYTES; 4];
-        let mut exclusive = 0;
-        let [tag, clients, cookies, addresses] =
-            lists.each_mut().map(|list| list.as_mut_ptr().cast());
-        let [tag_length, clients_length, cookies_length, addresses_length] =
-            lengths.each_mut().map(|length| &raw mut *length);
-        // SAFETY: the pool is open; the lists have room for as many bytes as their lengths say, and outlive the call.
-        let count = unsafe {
-            (loaded().rados.rados_list_lockers)(
-                self.io,
-                object.as_ptr(),
-                lock.as_ptr(),
-                &raw mut exclusive,
-                tag,
-                tag_length,
-                clients,
-                clients_length,
-                cookies,
-                cookies_length,
-                addresses,
-                addresses_length,
-            )
-        };
-        match checked(count as i64) {
-            Ok(count) => Ok(count > 0),
-            Err(error) if is_none(&error) => Ok(false),
-            Err(error) => Err(error),
         }
     }
 }

@@ -110,7 +110,8 @@ impl Image {
         }
         let header = self.header()?;
         // Nobody had it at the instant of the answer, and none has taken it from the first version to the second.
-        if self.pool.has_lock(&header.object, LOCK)? || self.header()? != header {
+        let is_locked = !self.pool.lockers(&header.object, LOCK)?.is_empty();
+        if is_locked || self.header()? != header {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
         Ok(header)

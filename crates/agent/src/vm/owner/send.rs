@@ -382,7 +382,12 @@ impl Owner {
         match running.service {
             Service::Served(_) => {
                 let (directory, control) = (running.directory.clone(), running.control.clone());
-                let again = move || serve::take_over(&directory, &control, &plan);
+                let status = control.status().await.map_err(internal)?;
+                let again = move || match serve::has_own_files(&plan.spec, &status)? {
+                    // An agent ended when it had only recorded that it hands the guest over.
+                    true => Ok(()),
+                    false => serve::take_over(&directory, &control, &plan),
+                };
                 spawn_blocking(again).await.map_err(internal)??;
             }
             // It is paused, and another filter begins when it goes on.
