@@ -11,6 +11,7 @@ use vmseal_initiator::Wait;
 use vmseal_api::datastore::RbdPool;
 use vmseal_api::filter::Direct;
 
+use crate::ceph::tools;
 use crate::experiment::{self, Cores, ExperimentError, Outcome, Plan, Progress};
 use crate::goals::{self, GoalsError};
 use crate::idle::IDLE;
@@ -239,11 +240,14 @@ impl BenchArguments {
         if self.pool.is_none() {
             return Some(format!("{id} needs a pool of a Ceph cluster"));
         }
-        if id == ONE_PROCESS {
-            return self.one_process().obstacle();
-        }
-        let of_fio = || fio_obstacle(&fio()).filter(|_| id == FIO);
-        librbd_obstacle(&self.storage_daemon()).or_else(of_fio)
+        let own = if id == ONE_PROCESS {
+            self.one_process().obstacle()
+        } else {
+            let of_fio = || fio_obstacle(&fio()).filter(|_| id == FIO);
+            librbd_obstacle(&self.storage_daemon()).or_else(of_fio)
+        };
+        // A cluster whose programs are in a chroot does not need it on this machine.
+        own.or_else(|| tools::check_image_tool().err().map(|missing| missing.to_string()))
     }
 
     /// A system that gets to the pool by Ceph's own library; none without a pool.

@@ -17,6 +17,8 @@ impl Row for Status {
         usual("listen", |it| it.listen.to_string().into()),
         usual("messenger", |it| word(&it.messenger).into()),
         usual("osd-encryption", |it| Cell::YesNo(it.osd_encryption)),
+        usual("chroot", |it| it.chroot.as_ref().map(|path| path.display().to_string()).into()),
+        usual("release", |it| it.release.clone().into()),
         usual("used", |it| it.used.map(Cell::Bytes).into()),
         usual("size", |it| it.size.map(Cell::Bytes).into()),
     ];

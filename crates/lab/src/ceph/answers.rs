@@ -206,12 +206,37 @@ pub struct PoolStats {
     pub max_avail: u64,
 }
 
+/// `ceph versions`.
+#[derive(Debug, Deserialize)]
+pub struct Versions {
+    /// How many daemons have each version, of all that run.
+    pub overall: BTreeMap<String, u64>,
+}
+
+impl Versions {
+    /// The releases without what they were built from, such as `16.2.15 (pacific)`; several while a cluster is upgraded.
+    #[must_use]
+    pub fn release(&self) -> String {
+        self.overall.keys().map(|text| release_of(text)).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The release of a version, which is written `ceph version 16.2.15 (COMMIT) pacific (stable)`; a text of another form is left as it is.
+fn release_of(version: &str) -> String {
+    match version.split(' ').collect::<Vec<_>>()[..] {
+        ["ceph", "version", number, _, name, ..] => format!("{number} ({name})"),
+        _ => version.to_owned(),
+    }
+}
+
 /// Answers of Ceph 16.2.15, as a cluster of `vmseal lab ceph` gave them while `osd.1` was dead.
 #[cfg(test)]
 pub(crate) mod recorded {
     pub const STATUS: &str = include_str!("recorded/status.json");
     pub const OSD_DUMP: &str = include_str!("recorded/osd-dump.json");
     pub const DF: &str = include_str!("recorded/df.json");
+    /// This one is written by hand, in the form that Ceph documents.
+    pub const VERSIONS: &str = include_str!("recorded/versions.json");
 }
 
 #[cfg(test)]
@@ -242,6 +267,23 @@ mod tests {
         let names: Vec<_> = df.pools.iter().map(|it| &*it.name).collect();
         assert_eq!(names, ["vmseal", "coded", "coded-metadata"]);
         assert!(df.pools[0].stats.stored > 0 && df.pools[0].stats.max_avail > 0);
+
+        let versions: Versions = serde_json::from_str(recorded::VERSIONS).unwrap();
+        assert_eq!(versions.release(), "16.2.15 (pacific)");
+    }
+
+    #[test]
+    fn daemons_of_several_releases_are_told_with_all_of_them() {
+        let of = |texts: &[&str]| {
+            let overall = texts.iter().map(|text| ((*text).to_owned(), 1)).collect();
+            Versions { overall }.release()
+        };
+        let (old, new) = (
+            "ceph version 16.2.15 (618f44) pacific (stable)",
+            "ceph version 18.2.7 (6b0e98) reef (stable)",
+        );
+        assert_eq!(of(&[old, new]), "16.2.15 (pacific), 18.2.7 (reef)");
+        assert_eq!(of(&["ceph of my own"]), "ceph of my own");
     }
 
     #[test]

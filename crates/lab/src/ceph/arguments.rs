@@ -98,6 +98,10 @@ pub struct UpArguments {
     /// root or fusermount3; a cluster is made so, and stays so
     #[arg(long)]
     pub osd_encryption: bool,
+    /// A chroot with Ceph's programs, such as scripts/build-ceph-chroot makes, in place of those of this machine: another release of
+    /// Ceph. It takes root. A new cluster is made so; another chroot only while no daemon runs
+    #[arg(long, value_name = "DIR", conflicts_with = "osd_encryption")]
+    pub chroot: Option<PathBuf>,
 }
 
 /// The choices of `vmseal lab ceph pool add`.
@@ -164,6 +168,7 @@ mod tests {
     fn only_what_ceph_takes_on_this_machine_is_taken() {
         let taken = parse("--osds 6 --listen 127.4.5.6:7000 --messenger secure").unwrap();
         assert_eq!((taken.osds, taken.messenger), (Some(6), Some(Messenger::Secure)));
+        assert_eq!(parse("--chroot /srv/reef").unwrap().chroot, Some("/srv/reef".into()));
         assert!(!taken.osd_encryption && parse("--osd-encryption").unwrap().osd_encryption);
         for (line, why) in [
             ("--osds 2", "from 3 to 32"),
@@ -175,6 +180,7 @@ mod tests {
             ("--osd-memory-mib 895", "895"),
             ("--osd-gib 1", "1"),
             ("--messenger none", "none"),
+            ("--chroot /srv/reef --osd-encryption", "cannot be used with"),
         ] {
             let said = parse(line).expect_err(line);
             assert!(said.contains(why), "{line}: {said}");

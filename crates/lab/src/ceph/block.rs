@@ -21,6 +21,7 @@ use vmseal_secret::{KEK_LEN, MemoryError, SecretBytes};
 use super::daemon::{BLOCK_SERVER, Daemon};
 use super::error::CephError;
 use super::layout::{self, Layout};
+use super::mountinfo;
 use super::tools;
 use crate::luks1::{FORMAT, FORMAT_ATTEMPTS};
 
@@ -30,8 +31,6 @@ const IMAGE_TOOL: &str = "qemu-img";
 const MOUNT_HELPER: &str = "fusermount3";
 /// The kernel's side of FUSE.
 const FUSE: &str = "/dev/fuse";
-/// What is mounted.
-const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// Finds that OSDs can be encrypted here.
 ///
@@ -168,7 +167,7 @@ fn option(path: &Path) -> String {
 /// # Errors
 /// The kernel does not tell.
 pub fn is_mounted(layout: &Layout, id: usize) -> Result<bool, CephError> {
-    Ok(!mounts(&layout.block(id))?.is_empty())
+    Ok(!mountinfo::below(&layout.block(id))?.is_empty())
 }
 
 /// Unmounts all that is mounted at a place, or below it.
@@ -177,7 +176,7 @@ pub fn is_mounted(layout: &Layout, id: usize) -> Result<bool, CephError> {
 /// It cannot be unmounted.
 pub fn unmount(place: &Path) -> Result<(), CephError> {
     // One on top of another is there twice.
-    for place in mounts(place)? {
+    for place in mountinfo::below(place)? {
         if geteuid().is_root() {
             umount2(&place, MntFlags::MNT_DETACH).map_err(|errno| file(&place)(errno.into()))?;
         } else {
@@ -187,19 +186,6 @@ pub fn unmount(place: &Path) -> Result<(), CephError> {
         }
     }
     Ok(())
-}
-
-/// What is mounted at a place, and below it.
-fn mounts(place: &Path) -> Result<Vec<PathBuf>, CephError> {
-    let text = fs::read_to_string(MOUNTS).map_err(file(Path::new(MOUNTS)))?;
-    Ok(mounted(&text, place))
-}
-
-/// The same in a text of the kernel's: the fifth word of each line is where something is mounted. Paths of clusters have no
-/// characters that are written differently there.
-fn mounted(text: &str, place: &Path) -> Vec<PathBuf> {
-    let all = text.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
-    all.filter(|it| it.starts_with(place)).collect()
 }
 
 /// An error of a file.
@@ -249,21 +235,6 @@ mod tests {
         for exported in [&*another, &other_place, &zero, "type=fuse,id=block3", "type=nbd", ""] {
             assert_eq!(osd_of(&layout, exported), None, "{exported}");
         }
-    }
-
-    #[test]
-    fn only_mounts_of_the_place_are_found() {
-        let text = "\
-22 27 0:21 / /proc rw,nosuid - proc proc rw
-42 27 0:39 / /lab/block/1 rw,nosuid,nodev - fuse /dev/fuse rw,user_id=0
-43 27 0:40 / /lab/block/10 rw,nosuid,nodev - fuse /dev/fuse rw,user_id=0
-44 42 0:41 / /lab/block/1 rw,nosuid,nodev - fuse /dev/fuse rw,user_id=0
-45 27 0:42 / /lab2/block/1 rw,nosuid,nodev - fuse /dev/fuse rw,user_id=0
-";
-        let found = |place: &str| mounted(text, Path::new(place));
-        assert_eq!(found("/lab/block/1"), ["/lab/block/1", "/lab/block/1"].map(PathBuf::from));
-        assert_eq!(found("/lab/block/2"), [] as [PathBuf; 0]);
-        assert_eq!(found("/lab/block").len(), 3);
     }
 
     #[test]

@@ -86,6 +86,8 @@ mon_data = {directory}/mon
 [mgr]
 mgr_data = {directory}/mgr
 mgr_initial_modules =
+# Else managers of Ceph 17 and later make a pool of their own once there are OSDs.
+mgr_pool = false
 
 [osd]
 osd_data = {directory}/osd/$id
@@ -98,6 +100,8 @@ bluestore_block_wal_create = false
 # Disks of virtual machines often call themselves rotational, and then small writes go to the log first.
 bluestore_debug_enforce_settings = ssd
 osd_recovery_sleep_hdd = 0
+# The default of Ceph 16. That of later releases goes by what each OSD measures of its disk when it starts.
+osd_op_queue = wpq
 "
     )
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::block;
+use super::chroot;
 use super::daemon::Daemon;
 use super::error::CephError;
 use super::layout::Layout;
@@ -45,6 +46,8 @@ pub fn down(
     }
     // One that was killed has left its mount behind.
     block::unmount(&layout.blocks())?;
+    // Whatever the record says: an `up` may have mounted it, and died.
+    chroot::unmount(&layout)?;
     match destroy {
         true => layout.remove(),
         false => Ok(()),

@@ -67,6 +67,14 @@ pub enum CephError {
         /// The cause.
         source: MemoryError,
     },
+    /// A chroot cannot be used.
+    #[error("{} cannot be used as a chroot: {why}", directory.display())]
+    Chroot {
+        /// Its directory.
+        directory: PathBuf,
+        /// Why.
+        why: String,
+    },
     /// A file cannot be made, read or written.
     #[error("{} cannot be used", path.display())]
     File {

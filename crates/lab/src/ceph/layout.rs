@@ -12,7 +12,9 @@ use super::error::CephError;
 pub const RECORD: &str = "cluster.json";
 const LOCK: &str = "lock";
 const CONFIGURATION: &str = "ceph.conf";
-/// What a directory of a cluster holds besides these two, in the order in which it is removed.
+/// Where the chroot is mounted that the cluster's programs run in.
+const CHROOT: &str = "chroot";
+/// What a directory of a cluster holds besides these, in the order in which it is removed.
 const CONTENT: [&str; 11] =
     ["run", "osd", "block", "luks", "mgr", "mon", "mon.new", "keys", "crash", "log", CONFIGURATION];
 
@@ -23,6 +25,8 @@ const PATH_MAX: usize = 90;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     root: PathBuf,
+    /// Ceph's programs run in a chroot.
+    in_chroot: bool,
 }
 
 /// The lock on a cluster, until it is dropped or the process ends.
@@ -47,7 +51,7 @@ impl Layout {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(none()),
             Err(source) => return Err(file(directory)(source)),
         };
-        let this = Self { root };
+        let this = Self { root, in_chroot: false };
         match this.record().try_exists() {
             Ok(true) => Ok(this),
             Ok(false) => Err(none()),
@@ -66,7 +70,7 @@ impl Layout {
         let root = directory.canonicalize().map_err(file(directory))?;
         let refused = |why: String| CephError::Directory { directory: root.clone(), why };
         check_path(&root).map_err(refused)?;
-        let this = Self { root: root.clone() };
+        let this = Self { root: root.clone(), in_chroot: false };
         if !this.record().exists() {
             let ours = |name: &str| name == LOCK || name == format!("{RECORD}.new");
             for entry in fs::read_dir(&root).map_err(file(&root))? {
@@ -84,7 +88,13 @@ impl Layout {
     /// The files in a directory that need not be there.
     #[cfg(test)]
     pub(crate) fn at(root: &Path) -> Self {
-        Self { root: root.to_owned() }
+        Self { root: root.to_owned(), in_chroot: false }
+    }
+
+    /// The same files, of a cluster whose programs run in a chroot, or not in one.
+    #[must_use]
+    pub fn with_chroot(self, in_chroot: bool) -> Self {
+        Self { in_chroot, ..self }
     }
 
     /// Makes the directories in it.
@@ -120,6 +130,18 @@ impl Layout {
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Where a chroot is mounted for the cluster.
+    #[must_use]
+    pub fn chroot_place(&self) -> PathBuf {
+        self.root.join(CHROOT)
+    }
+
+    /// The chroot that the cluster's programs run in, as it is mounted; none if they run in none.
+    #[must_use]
+    pub fn chroot(&self) -> Option<PathBuf> {
+        self.in_chroot.then(|| self.chroot_place())
     }
 
     /// The record of what the cluster is.
@@ -239,6 +261,12 @@ impl Layout {
     /// # Errors
     /// The file system's.
     pub fn remove(&self) -> Result<(), CephError> {
+        let chroot = self.chroot_place();
+        match fs::remove_dir(&chroot) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            // What may still be mounted there is not the cluster's.
+            removed => removed.map_err(file(&chroot))?,
+        }
         for name in CONTENT.into_iter().chain([RECORD, LOCK]) {
             let path = self.root.join(name);
             remove(&path).map_err(file(&path))?;
@@ -358,5 +386,27 @@ mod tests {
         Layout::make(&directory).unwrap();
         layout.remove().unwrap();
         assert!(!directory.exists());
+    }
+
+    #[test]
+    fn what_is_in_a_chroot_is_not_removed_with_the_cluster() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        layout.write(&layout.record(), "{}").unwrap();
+        let program = layout.chroot_place().join("ceph-mon");
+        fs::create_dir(layout.chroot_place()).unwrap();
+        fs::write(&program, "").unwrap();
+        assert!(matches!(layout.remove(), Err(CephError::File { .. })));
+        assert!(program.exists() && layout.record().exists());
+        fs::remove_file(&program).unwrap();
+        layout.remove().unwrap();
+        assert!(!place.path().exists());
+    }
+
+    #[test]
+    fn only_a_cluster_that_is_said_to_be_in_a_chroot_has_one() {
+        let layout = Layout::at(Path::new("/lab"));
+        assert_eq!(layout.chroot(), None);
+        assert_eq!(layout.with_chroot(true).chroot(), Some("/lab/chroot".into()));
     }
 }

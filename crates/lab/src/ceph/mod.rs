@@ -15,6 +15,7 @@
 //! | [`record`], [`layout`], [`configuration`] | what the cluster is, where its files are, `ceph.conf` |
 //! | [`daemon`], [`processes`] | Ceph's programs that stay |
 //! | [`block`] | encrypted OSDs: what serves their blocks |
+//! | [`chroot`], [`mountinfo`] | Ceph's programs from a chroot; what is mounted |
 //! | [`tools`], [`answers`] | those that do one thing and end, and what they answer |
 //! | [`redundancy`] | how a pool keeps data when OSDs are lost |
 //! | [`up`], [`pools`], [`status`], [`down`] | what can be done |
@@ -26,6 +27,7 @@
 pub mod answers;
 pub mod arguments;
 pub mod block;
+pub mod chroot;
 pub mod client;
 pub mod configuration;
 pub mod daemon;
@@ -33,6 +35,7 @@ pub mod down;
 pub mod error;
 pub mod layout;
 pub mod mount;
+pub mod mountinfo;
 pub mod own_pool;
 pub mod pools;
 pub mod processes;

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::osd_encryption::OSD_KEYS_CAPABILITY;
 
-use super::answers::OsdDump;
+use super::answers::{OsdDump, Versions};
 use super::arguments;
 use super::daemon::Daemon;
 use super::error::CephError;
@@ -38,6 +38,7 @@ pub type Access = (Option<Raid>, RbdPool);
 #[derive(Debug)]
 pub struct OwnPool {
     layout: Layout,
+    release: String,
     accesses: Vec<Access>,
     removed: bool,
     /// What stays where the cluster does not answer.
@@ -58,8 +59,8 @@ pub fn usable<'a>(directory: Option<&'a Path>, experiment: &str) -> Result<&'a P
              measure with `vmseal lab run {experiment} --ceph-directory DIR`"
         ));
     };
-    tools::check_programs().map_err(|error| error.to_string())?;
-    check(directory).map_err(|error| error.to_string())?;
+    let record = check(directory).map_err(|error| error.to_string())?;
+    tools::check_programs(record.chroot.as_deref()).map_err(|error| error.to_string())?;
     match nix::unistd::geteuid().is_root() {
         true => Ok(directory),
         false => Err("it mounts a pool of the cluster, which takes root".to_owned()),
@@ -74,10 +75,7 @@ pub type LeftOut = (Raid, String);
 /// # Errors
 /// There is no cluster, or its record cannot be read.
 pub fn fitting(directory: &Path, wanted: &[Raid]) -> Result<(Vec<Raid>, Vec<LeftOut>), CephError> {
-    let layout = Layout::find(directory)?;
-    let Some(record) = Record::read(&layout)? else {
-        return Err(CephError::NoCluster { directory: directory.to_owned() });
-    };
+    let (_, record) = Record::open(Layout::find(directory)?)?;
     let osds = record.osds.len();
     let fits = |raid: &Raid| raid.redundancy().osds() as usize <= osds;
     let (fitting, others): (Vec<Raid>, Vec<Raid>) = wanted.iter().copied().partition(fits);
@@ -90,18 +88,14 @@ pub fn fitting(directory: &Path, wanted: &[Raid]) -> Result<(Vec<Raid>, Vec<Left
     Ok((fitting, others.into_iter().map(|raid| (raid, why(raid))).collect()))
 }
 
-/// Finds that the cluster in a directory is whole and runs.
-fn check(directory: &Path) -> Result<(), CephError> {
-    let layout = Layout::find(directory)?;
-    match Record::read(&layout)? {
-        None => return Err(CephError::NoCluster { directory: directory.to_owned() }),
-        Some(record) if record.destroyed => {
-            return Err(CephError::Destroyed { directory: directory.to_owned() });
-        }
-        Some(_) => {}
+/// The record of the cluster in a directory, which is whole and runs.
+fn check(directory: &Path) -> Result<Record, CephError> {
+    let (layout, record) = Record::open(Layout::find(directory)?)?;
+    if record.destroyed {
+        return Err(CephError::Destroyed { directory: directory.to_owned() });
     }
     if processes::running(&layout).iter().any(|it| it.daemon == Daemon::Monitor) {
-        return Ok(());
+        return Ok(record);
     }
     let at = directory.display();
     let why =
@@ -121,9 +115,8 @@ impl OwnPool {
     ) -> Result<Self, CephError> {
         let layout = Layout::find(directory)?;
         let lock = layout.lock()?;
-        let Some(record) = Record::read(&layout)? else {
-            return Err(CephError::NoCluster { directory: directory.to_owned() });
-        };
+        let (layout, record) = Record::open(layout)?;
+        let versions: Versions = Tools { layout: &layout }.ask(&["versions"])?;
         let pools = pools_for(raids)?;
         let temporary = std::env::temp_dir();
         // For this user alone.
@@ -136,7 +129,9 @@ impl OwnPool {
             "in the cluster in {} pools that begin with {NAME}, and {USER}: the next run on it removes them",
             layout.root().display()
         ));
-        let this = Self { layout, accesses, removed: false, left, _home: home, _lock: lock };
+        let release = versions.release();
+        let this =
+            Self { layout, release, accesses, removed: false, left, _home: home, _lock: lock };
         this.clear()?;
         for (_, pool) in &pools {
             pools::ensure(&this.layout, pool, record.osds.len(), observe)?;
@@ -150,6 +145,12 @@ impl OwnPool {
     #[must_use]
     pub fn accesses(&self) -> &[Access] {
         &self.accesses
+    }
+
+    /// The release of the cluster's daemons, such as `16.2.15 (pacific)`.
+    #[must_use]
+    pub fn release(&self) -> &str {
+        &self.release
     }
 
     /// The processes that keep the data of the cluster's pools: OSDs, and what encrypts below them.

@@ -37,9 +37,7 @@ pub fn add(arguments: &PoolArguments, observe: &mut dyn FnMut(&Progress)) -> Res
     let pool = Pool { name: name.clone(), redundancy: redundancy.map_err(refused)? };
     let layout = Layout::find(&arguments.place.directory()?)?;
     let _lock = layout.lock()?;
-    let Some(record) = Record::read(&layout)? else {
-        return Err(CephError::NoCluster { directory: layout.root().to_owned() });
-    };
+    let (layout, record) = Record::open(layout)?;
     if !processes::running(&layout).iter().any(|it| it.daemon == Daemon::Monitor) {
         return Err(refused("the cluster does not run: start it with vmseal lab ceph up".into()));
     }

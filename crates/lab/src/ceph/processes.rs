@@ -64,10 +64,19 @@ fn line_of(pid: i32) -> Vec<u8> {
     fs::read(PathBuf::from(format!("/proc/{pid}/cmdline"))).unwrap_or_default()
 }
 
+/// The words of a program, also while it is being started in a chroot.
+fn started<'a>(words: &'a [&'a str]) -> &'a [&'a str] {
+    match words {
+        [tools::CHROOT, _, program @ ..] => program,
+        program => program,
+    }
+}
+
 /// What process a command line is of.
 fn process(pid: i32, line: &[u8], layout: &Layout) -> Option<Process> {
     let words: Vec<&str> =
         line.split(|byte| *byte == 0).map(std::str::from_utf8).collect::<Result<_, _>>().ok()?;
+    let words = started(&words);
     let after = |option| {
         let at = words.iter().position(|word| *word == option)?;
         words.get(at + 1).copied()
@@ -203,6 +212,20 @@ mod tests {
         assert_eq!(found(&format!("sh -c {}", line("/lab", 12))), None);
         assert_eq!(found("qemu-storage-daemon --export type=nbd,id=block1 "), None);
         assert_eq!(found("qemu-storage-daemon --export "), None);
+    }
+
+    #[test]
+    fn a_daemon_is_found_also_while_it_is_started_in_a_chroot() {
+        let layout = Layout::at(Path::new("/lab")).with_chroot(true);
+        let command = command(&layout, Daemon::Osd(12));
+        let line = format!("{} ", tools::shown(&command));
+        assert_eq!(line, "chroot /lab/chroot ceph-osd -c /lab/ceph.conf -i 12 ");
+        let known = Some(Process { daemon: Daemon::Osd(12), pid: 7, makes: false });
+        assert_eq!(found(&line), known);
+        // What it is a moment later.
+        assert_eq!(found(line.trim_start_matches("chroot /lab/chroot ")), known);
+        assert_eq!(found("chroot /lab/chroot "), None);
+        assert_eq!(found("chroot "), None);
     }
 
     #[test]

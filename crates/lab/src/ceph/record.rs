@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::net::SocketAddrV4;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,9 @@ pub struct Record {
     /// The OSDs' blocks are encrypted.
     #[serde(default)]
     pub osd_encryption: bool,
+    /// The chroot with Ceph's programs; none: those of this machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chroot: Option<PathBuf>,
 }
 
 /// A new random id.
@@ -66,6 +70,17 @@ impl Record {
         Ok(Some(record))
     }
 
+    /// The record of a cluster, and where its files are.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be read.
+    pub fn open(layout: Layout) -> Result<(Layout, Self), CephError> {
+        match Self::read(&layout)? {
+            Some(record) => Ok((layout.with_chroot(record.chroot.is_some()), record)),
+            None => Err(CephError::NoCluster { directory: layout.root().to_owned() }),
+        }
+    }
+
     /// Puts the record on disk.
     ///
     /// # Errors
@@ -91,6 +106,7 @@ impl Record {
             osds,
             destroyed: false,
             osd_encryption: asked.osd_encryption,
+            chroot: asked.chroot.clone(),
         })
     }
 
@@ -119,6 +135,16 @@ impl Record {
         }
         if asked.osd_encryption && !self.osd_encryption {
             return fixed("--osd-encryption", "OSDs in the clear".to_owned());
+        }
+        if let Some(chroot) = asked.chroot.as_ref().filter(|it| self.chroot.as_ref() != Some(*it)) {
+            let Some(has) = &self.chroot else {
+                return fixed("--chroot", "the programs of this machine".to_owned());
+            };
+            if runs {
+                let has = has.display().to_string();
+                return Err(CephError::Runs { option: "--chroot", has });
+            }
+            self.chroot = Some(chroot.clone());
         }
         let osds = asked.osds.unwrap_or(self.osds.len());
         if osds < self.osds.len() {
@@ -236,6 +262,40 @@ mod tests {
         assert_ne!(earlier, text);
         fs::write(layout.record(), earlier).unwrap();
         assert_eq!(Record::read(&layout).unwrap(), Some(record));
+    }
+
+    #[test]
+    fn a_cluster_stays_in_a_chroot_and_gets_another_one_only_while_nothing_runs() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let asked =
+            |chroot: &str| UpArguments { chroot: Some(chroot.into()), ..UpArguments::default() };
+        let record = Record::new(&asked("/srv/reef")).unwrap();
+        record.write(&layout).unwrap();
+        let (layout, read) = Record::open(layout).unwrap();
+        assert_eq!((&read, layout.chroot().is_some()), (&record, true));
+        for unchanged in [UpArguments::default(), asked("/srv/reef")] {
+            assert_eq!(record.clone().changed(&unchanged, true).unwrap(), record);
+        }
+        let refused = record.clone().changed(&asked("/srv/new"), true).unwrap_err();
+        assert!(matches!(refused, CephError::Runs { option: "--chroot", .. }), "{refused}");
+        let changed = record.changed(&asked("/srv/new"), false).unwrap();
+        assert_eq!(changed.chroot, Some("/srv/new".into()));
+    }
+
+    #[test]
+    fn a_cluster_of_this_machine_s_programs_is_of_no_chroot() {
+        let place = tempfile::tempdir().unwrap();
+        let layout = Layout::make(place.path()).unwrap();
+        let record = small();
+        record.write(&layout).unwrap();
+        // Versions that know no chroots read it.
+        assert!(!fs::read_to_string(layout.record()).unwrap().contains("chroot"));
+        let (layout, _) = Record::open(layout).unwrap();
+        assert_eq!(layout.chroot(), None);
+        let asked = UpArguments { chroot: Some("/srv/reef".into()), ..UpArguments::default() };
+        let refused = record.changed(&asked, false).unwrap_err();
+        assert!(matches!(refused, CephError::Fixed { option: "--chroot", .. }), "{refused}");
     }
 
     #[test]

@@ -68,11 +68,8 @@ impl OsdFiles {
     /// # Errors
     /// There is no cluster, or its files cannot be looked at.
     pub fn find(directory: &Path) -> Result<Self, CephError> {
-        let layout = Layout::find(directory)?;
-        match Record::read(&layout)? {
-            Some(record) => Self::of(&layout, &record),
-            None => Err(CephError::NoCluster { directory: directory.to_owned() }),
-        }
+        let (layout, record) = Record::open(Layout::find(directory)?)?;
+        Self::of(&layout, &record)
     }
 
     /// Those of a cluster.

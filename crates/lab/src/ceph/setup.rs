@@ -39,10 +39,8 @@ impl Setup {
 
     /// How the cluster in a directory is set up.
     fn of_directory(directory: &Path) -> Result<Self, CephError> {
-        match Record::read(&Layout::find(directory)?)? {
-            Some(record) => Ok(Self::of(&record)),
-            None => Err(CephError::NoCluster { directory: directory.to_owned() }),
-        }
+        let (_, record) = Record::open(Layout::find(directory)?)?;
+        Ok(Self::of(&record))
     }
 
     /// Its name in files and results.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::answers::{ClusterStatus, Df, OsdDump, PoolEntry, PoolStats};
+use super::answers::{ClusterStatus, Df, OsdDump, PoolEntry, PoolStats, Versions};
 use super::arguments::Messenger;
 use super::daemon::Daemon;
 use super::error::CephError;
@@ -31,6 +31,10 @@ pub struct Status {
     pub messenger: Messenger,
     /// Whether what each OSD stores is encrypted below it.
     pub osd_encryption: bool,
+    /// The chroot with Ceph's programs; none: those of this machine.
+    pub chroot: Option<PathBuf>,
+    /// The release of the daemons that run, such as `16.2.15 (pacific)`; none if the monitor does not answer.
+    pub release: Option<String>,
     /// `HEALTH_OK`, `HEALTH_WARN` or `HEALTH_ERR`, as the monitor says; none if it does not answer.
     pub health: Option<String>,
     /// What is not well: dead daemons, and what the monitor says.
@@ -87,11 +91,8 @@ pub struct PoolStatus {
 /// # Errors
 /// There is none, or its record cannot be read. That it does not answer is no error.
 pub fn status(directory: &Path) -> Result<Status, CephError> {
-    let layout = Layout::find(directory)?;
-    match Record::read(&layout)? {
-        Some(record) => of(&layout, &record),
-        None => Err(CephError::NoCluster { directory: directory.to_owned() }),
-    }
+    let (layout, record) = Record::open(Layout::find(directory)?)?;
+    of(&layout, &record)
 }
 
 /// How a cluster is.
@@ -99,7 +100,7 @@ pub fn status(directory: &Path) -> Result<Status, CephError> {
 /// # Errors
 /// Programs are missing.
 pub fn of(layout: &Layout, record: &Record) -> Result<Status, CephError> {
-    tools::check_programs()?;
+    tools::check_programs(record.chroot.as_deref())?;
     let processes = processes::running(layout);
     let monitor_lives = processes.iter().any(|process| process.daemon == Daemon::Monitor);
     let answers = monitor_lives.then(|| Answers::ask(Tools { layout }));
@@ -118,6 +119,7 @@ struct Answers {
     status: ClusterStatus,
     dump: OsdDump,
     df: Df,
+    versions: Versions,
 }
 
 impl Answers {
@@ -126,6 +128,7 @@ impl Answers {
             status: tools.ask(&["status"])?,
             dump: tools.ask(&["osd", "dump"])?,
             df: tools.ask(&["df"])?,
+            versions: tools.ask(&["versions"])?,
         })
     }
 }
@@ -158,6 +161,8 @@ fn tell(
         listen: record.listen,
         messenger: record.messenger,
         osd_encryption: record.osd_encryption,
+        chroot: record.chroot.clone(),
+        release: answers.map(|it| it.versions.release()),
         health: answers.map(|it| it.status.health.status.clone()),
         problems,
         daemons,
@@ -212,6 +217,7 @@ mod tests {
             status: serde_json::from_str(recorded::STATUS).unwrap(),
             dump: serde_json::from_str(recorded::OSD_DUMP).unwrap(),
             df: serde_json::from_str(recorded::DF).unwrap(),
+            versions: serde_json::from_str(recorded::VERSIONS).unwrap(),
         }
     }
 
@@ -260,9 +266,16 @@ mod tests {
     }
 
     #[test]
+    fn a_chroot_is_told() {
+        let asked = UpArguments { chroot: Some("/srv/reef".into()), ..UpArguments::default() };
+        assert_eq!(told_of(&asked, &[], None).chroot, Some("/srv/reef".into()));
+    }
+
+    #[test]
     fn a_monitor_that_is_dead_leaves_what_the_processes_tell() {
         let status = told(&[Daemon::Monitor], None);
         assert_eq!((&status.health, status.size), (&None, None));
+        assert_eq!(status.release, None);
         assert_eq!(status.problems, ["mon.a does not run; vmseal lab ceph up starts it"]);
         let alive: Vec<_> = status.daemons.iter().map(|it| it.alive).collect();
         assert_eq!(alive, [false, true, true, true, true]);

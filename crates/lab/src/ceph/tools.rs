@@ -16,6 +16,13 @@ use crate::{children, stop};
 pub const PROGRAMS: [&str; 7] =
     ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "rbd"];
 
+/// The program that starts another one in a chroot.
+pub const CHROOT: &str = "chroot";
+/// Where programs are in a chroot, as PATH has it.
+const PATH_IN_CHROOT: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+/// The tool for images. Clients of this machine's packages use it, whatever programs the cluster has.
+const IMAGE_TOOL: &str = "rbd";
+
 /// How long `ceph` tries to reach the monitor, in seconds.
 const CONNECT: &str = "10";
 /// How long a tool may take. Making a store takes seconds; this is for a machine that is busy with other work.
@@ -26,16 +33,42 @@ const STOPPED_LIMIT: Duration = Duration::from_secs(10);
 /// How much of what a failed tool said an error quotes, in bytes.
 const QUOTED: usize = 600;
 
-/// Finds the programs.
+/// Finds the programs, in a chroot if one is named, else on this machine.
 ///
 /// # Errors
 /// The first that is not there.
-pub fn check_programs() -> Result<(), CephError> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    match PROGRAMS.into_iter().find(|program| !is_in(&path, program)) {
-        Some(program) => Err(CephError::Missing { program }),
+pub fn check_programs(chroot: Option<&Path>) -> Result<(), CephError> {
+    let Some(directory) = chroot else { return PROGRAMS.into_iter().try_for_each(check_program) };
+    match PROGRAMS.into_iter().find(|program| !is_in_chroot(directory, program)) {
+        Some(program) => {
+            let why = format!(
+                "it has no program {program}; scripts/build-ceph-chroot makes one that has"
+            );
+            Err(CephError::Chroot { directory: directory.to_owned(), why })
+        }
         None => Ok(()),
     }
+}
+
+/// Finds what makes images for clients other than `vmseal-rbd`, on this machine.
+///
+/// # Errors
+/// It is not there.
+pub fn check_image_tool() -> Result<(), CephError> {
+    check_program(IMAGE_TOOL)
+}
+
+fn check_program(program: &'static str) -> Result<(), CephError> {
+    match is_in(&std::env::var_os("PATH").unwrap_or_default(), program) {
+        true => Ok(()),
+        false => Err(CephError::Missing { program }),
+    }
+}
+
+/// Whether a program is in a chroot.
+fn is_in_chroot(directory: &Path, program: &str) -> bool {
+    let mut places = PATH_IN_CHROOT.split(':').map(|it| directory.join(it.trim_start_matches('/')));
+    places.any(|place| place.join(program).is_file())
 }
 
 /// Whether a program is in a search path.
@@ -47,8 +80,16 @@ pub fn is_in(path: &OsStr, program: &str) -> bool {
 /// A program of Ceph's, for a cluster and no other.
 #[must_use]
 pub fn command(program: &str, layout: &Layout) -> Command {
-    let mut command = isolated(Command::new(program));
+    let mut command = isolated(started(program, layout.chroot().as_deref()));
     command.arg("-c").arg(layout.configuration()).stdin(Stdio::null());
+    command
+}
+
+/// A program of this machine, or of a chroot.
+fn started(program: &str, chroot: Option<&Path>) -> Command {
+    let Some(directory) = chroot else { return Command::new(program) };
+    let mut command = Command::new(CHROOT);
+    command.arg(directory).arg(program).env("PATH", PATH_IN_CHROOT);
     command
 }
 
@@ -209,5 +250,35 @@ mod tests {
         assert_eq!(words, [OsStr::new("-c"), layout.configuration().as_os_str()]);
         let removed: Vec<_> = asked.get_envs().filter(|(_, value)| value.is_none()).collect();
         assert_eq!(removed.len(), 3);
+    }
+
+    #[test]
+    fn tools_of_a_cluster_in_a_chroot_run_there_with_the_same_files() {
+        let layout = Layout::at(Path::new("/srv/lab")).with_chroot(true);
+        let mut asked = command("ceph-osd", &layout);
+        asked.args(["-i", "3"]);
+        assert_eq!(shown(&asked), "chroot /srv/lab/chroot ceph-osd -c /srv/lab/ceph.conf -i 3");
+        let set: Vec<_> =
+            asked.get_envs().filter_map(|(name, value)| Some((name, value?))).collect();
+        assert_eq!(set, [(OsStr::new("PATH"), OsStr::new(PATH_IN_CHROOT))]);
+        assert_eq!(asked.get_envs().count(), 4);
+        let of_this_machine = command("ceph", &layout.with_chroot(false));
+        assert_eq!(shown(&of_this_machine), "ceph -c /srv/lab/ceph.conf");
+    }
+
+    #[test]
+    fn a_chroot_without_a_program_is_told_with_what_makes_one() {
+        let place = tempfile::tempdir().unwrap();
+        let programs = place.path().join("usr/bin");
+        std::fs::create_dir_all(&programs).unwrap();
+        let (last, others) = PROGRAMS.split_last().unwrap();
+        for program in others {
+            std::fs::write(programs.join(program), "").unwrap();
+        }
+        let said = check_programs(Some(place.path())).unwrap_err().to_string();
+        let expected = format!("it has no program {last}; scripts/build-ceph-chroot");
+        assert!(said.contains(&expected), "{said}");
+        std::fs::write(programs.join(last), "").unwrap();
+        check_programs(Some(place.path())).unwrap();
     }
 }

@@ -12,6 +12,7 @@ use vmseal_api::osd_encryption::OSD_KEYS;
 use super::answers::{ClusterStatus, OsdDump};
 use super::arguments::UpArguments;
 use super::block;
+use super::chroot;
 use super::configuration;
 use super::daemon::Daemon;
 use super::error::CephError;
@@ -42,7 +43,6 @@ pub fn up(
     arguments: &UpArguments,
     observe: &mut dyn FnMut(&Progress),
 ) -> Result<Status, CephError> {
-    tools::check_programs()?;
     // Ceph's programs make files that everyone may read.
     umask(Mode::from_bits_truncate(0o077));
     let layout = Layout::make(&arguments.place.directory()?)?;
@@ -50,8 +50,12 @@ pub fn up(
     // What an `up` that died was making is made anew.
     processes::end(&layout, |process| process.makes, &mut |_| ())?;
     let record = settle(&layout, arguments)?;
+    let layout = layout.with_chroot(record.chroot.is_some());
     layout.make_directories()?;
     layout.write(&layout.configuration(), &configuration::of(&layout, &record))?;
+    if let Some(directory) = &record.chroot {
+        chroot::mount(&layout, directory, !processes::running(&layout).is_empty())?;
+    }
     let mut up = Up { layout: &layout, record: &record, tools: Tools { layout: &layout }, observe };
     up.monitor()?;
     up.settings()?;
@@ -65,13 +69,19 @@ pub fn up(
 fn settle(layout: &Layout, arguments: &UpArguments) -> Result<Record, CephError> {
     let runs = !processes::running(layout).is_empty();
     let failed = |source| CephError::File { path: layout.root().to_owned(), source };
+    let chroot = arguments.chroot.as_deref().map(chroot::find).transpose()?;
+    let asked = UpArguments { chroot, ..arguments.clone() };
     let record = match Record::read(layout)? {
-        None => Record::new(arguments).map_err(failed)?,
+        None => Record::new(&asked).map_err(failed)?,
         Some(record) if record.destroyed => {
             return Err(CephError::Destroyed { directory: layout.root().to_owned() });
         }
-        Some(record) => record.changed(arguments, runs)?,
+        Some(record) => record.changed(&asked, runs)?,
     };
+    tools::check_programs(record.chroot.as_deref())?;
+    if let Some(directory) = &record.chroot {
+        chroot::check(directory)?;
+    }
     if record.osd_encryption {
         block::check()?;
     }
@@ -202,6 +212,8 @@ impl Up<'_> {
         self.tools.ceph(&["osd", "set", "noscrub"])?;
         // Otherwise Ceph reports HEALTH_WARN as long as scrubs are off.
         self.tools.ceph(&["health", "mute", "OSDMAP_FLAGS", "--sticky"])?;
+        // Debian's manager of 18.2 cannot load some of its modules; images need none of these.
+        self.tools.ceph(&["health", "mute", "MGR_MODULE_DEPENDENCY", "--sticky"])?;
         self.tools.ceph(&["osd", "set", LAST_SETTING])
     }
 
