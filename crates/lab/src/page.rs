@@ -50,6 +50,9 @@ impl RunReport {
                 @for point in &experiment.unavailable {
                     p { "Not measured here: " (point.section) ": " (point.why) "." }
                 }
+                @for cluster in &experiment.clusters {
+                    p.note { "Measured on " (cluster.to_string()) "." }
+                }
                 @if let Some(claim) = &experiment.claim { (claimed(claim)) }
                 (plots(&experiment.id, &experiment.measured, &experiment.measures))
                 @for measured in &experiment.measured { (numbers(measured)) }

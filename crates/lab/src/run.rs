@@ -4,7 +4,7 @@ mod pools;
 mod room;
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -16,6 +16,7 @@ use self::pools::{InCluster, Stored};
 use crate::arguments::{BenchArguments, BenchError, beside_this_program};
 use crate::catalogue;
 use crate::ceph::room::Shortage;
+use crate::ceph::setup::Setup;
 use crate::claim::{self, Assessed, Place};
 use crate::definition::{
     AxisValue, CLUSTERS, Definition, DefinitionError, Extent, Matter, REDUNDANCY,
@@ -145,12 +146,37 @@ pub struct ExperimentReport {
     /// The points that cannot be measured here, and why, where others can.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unavailable: Vec<Unavailable>,
+    /// The Ceph clusters that it was measured on.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub clusters: Vec<MeasuredCluster>,
     /// Its points.
     pub measured: Vec<Measured>,
     /// What is claimed, and whether it is so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub claim: Option<Assessed>,
 }
+
+/// A Ceph cluster that was measured on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MeasuredCluster {
+    /// How it is set up, where the experiment compares clusters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub setup: Option<Setup>,
+    /// The release of its daemons, such as `16.2.15 (pacific)`. Clients have the libraries of this machine.
+    pub release: String,
+}
+
+impl fmt::Display for MeasuredCluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(setup) = self.setup {
+            write!(f, "{setup}: ")?;
+        }
+        write!(f, "Ceph {}", self.release)
+    }
+}
+
+/// What measuring an experiment gives: the points that were measured, those that were not, and the clusters.
+type One = (Found, Vec<Unavailable>, Vec<MeasuredCluster>);
 
 /// Measures the experiments one after the other, and judges.
 ///
@@ -175,7 +201,7 @@ pub fn run(
         // Being stopped says more than what failed by it.
         stop::check()?;
         let failed = |source| RunError::Experiment { id: definition.id.clone(), source };
-        let ((measured, places, outcome, refused), unavailable) = one.map_err(failed)?;
+        let ((measured, places, outcome, refused), unavailable, clusters) = one.map_err(failed)?;
         // What was measured of an experiment is judged without the rest.
         let some = refused.is_none() || !measured.is_empty();
         let claim = definition.claim.as_ref().filter(|_| some);
@@ -190,6 +216,7 @@ pub fn run(
             measures,
             refused,
             unavailable,
+            clusters,
             measured,
             claim,
         });
@@ -205,16 +232,16 @@ pub fn run(
 }
 
 impl RunArguments {
-    /// Measures an experiment, which was named so; and why some of its points are not measured.
+    /// Measures an experiment, which was named so.
     fn one(
         &self,
         definition: &Definition,
         named: &str,
         observe: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<(Found, Vec<Unavailable>), ExperimentError> {
+    ) -> Result<One, ExperimentError> {
         match definition.storage() {
             Some(Storage::Ceph) => self.on_ceph(definition, named, observe),
-            _ => Ok((self.measure(definition, &[], observe)?, Vec::new())),
+            _ => Ok((self.measure(definition, &[], observe)?, Vec::new(), Vec::new())),
         }
     }
 
@@ -437,6 +464,52 @@ mod tests {
     use crate::goals::tests::cell;
     use crate::report::tests::report;
 
+    /// A run of one experiment.
+    fn of_cells(cells: Vec<Cell>) -> RunReport {
+        let mut measured = report().sections.remove(0);
+        measured.cells = cells;
+        RunReport {
+            version: VERSION,
+            started: "2001-02-03T04:05:06Z".parse().unwrap(),
+            commit: "0123456".to_owned(),
+            machine: report().machine,
+            experiments: vec![ExperimentReport {
+                id: "mine".to_owned(),
+                title: "mine".to_owned(),
+                measures: Vec::new(),
+                refused: None,
+                unavailable: Vec::new(),
+                clusters: Vec::new(),
+                measured: vec![measured],
+                claim: None,
+            }],
+            goals: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_release_of_a_cluster_is_named_where_it_was_measured_on() {
+        let mut run = of_cells(Vec::new());
+        for text in [run.show(), run.page(), serde_json::to_string(&run).unwrap()] {
+            assert!(!text.contains("Ceph") && !text.contains("clusters"), "{text}");
+        }
+        let release = "18.2.7 (reef)".to_owned();
+        let one = MeasuredCluster { setup: None, release: release.clone() };
+        let two = MeasuredCluster { setup: Some(Setup::Secure), release };
+        run.experiments[0].clusters = vec![one, two];
+        for text in [run.show(), run.page()] {
+            for part in ["easured on Ceph 18.2.7 (reef)", "easured on secure: Ceph 18.2.7 (reef)"] {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+        }
+        let value = serde_json::to_value(&run).unwrap();
+        let expected = serde_json::json!([
+            { "release": "18.2.7 (reef)" },
+            { "setup": "secure", "release": "18.2.7 (reef)" },
+        ]);
+        assert_eq!(value["experiments"][0]["clusters"], expected);
+    }
+
     #[test]
     fn a_line_of_csv_has_reads_and_writes_apart() {
         let one = RequestTimes { mean: 11.0, p50: 12.0, p95: 13.0 };
@@ -448,25 +521,7 @@ mod tests {
             served: Some(Served { silence: 0.5, recovery: 1.5, ..Served::default() }),
             ..cell(0, "ours", "w", 100.0)
         };
-        let mut measured = report().sections.remove(0);
-        measured.cells = vec![mixed, cell(0, "theirs", "w", 100.0)];
-        let report = RunReport {
-            version: VERSION,
-            started: "2001-02-03T04:05:06Z".parse().unwrap(),
-            commit: "0123456".to_owned(),
-            machine: report().machine,
-            experiments: vec![ExperimentReport {
-                id: "mine".to_owned(),
-                title: "mine".to_owned(),
-                measures: Vec::new(),
-                refused: None,
-                unavailable: Vec::new(),
-                measured: vec![measured],
-                claim: None,
-            }],
-            goals: Vec::new(),
-        };
-        let csv = report.csv();
+        let csv = of_cells(vec![mixed, cell(0, "theirs", "w", 100.0)]).csv();
         let lines: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
         assert_eq!(lines.len(), 3);
         let column = |name: &str| lines[0].iter().position(|it| *it == name).unwrap();

@@ -74,6 +74,9 @@ impl RunReport {
             for point in &experiment.unavailable {
                 let _ = writeln!(text, "not measured here: {}: {}", point.section, point.why);
             }
+            for cluster in &experiment.clusters {
+                let _ = writeln!(text, "measured on {cluster}");
+            }
             experiment.measured.iter().for_each(|measured| text.push_str(&section(measured)));
             if let Some(claim) = &experiment.claim {
                 text.push_str(&claimed(claim));

@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 
 use vmseal_api::datastore::RbdPool;
 
-use super::RunArguments;
+use super::{MeasuredCluster, One, RunArguments};
 use crate::ceph::mount::Mount;
 use crate::ceph::own_pool::{self, OwnPool};
 use crate::ceph::redundancy::Raid;
 use crate::ceph::setup::{self, Setup};
 use crate::definition::Definition;
 use crate::experiment::{ExperimentError, Outcome, Progress, ServedDirectory};
-use crate::operation::{self, Found};
+use crate::operation;
 use crate::report::Unavailable;
 use crate::sections::{self, Section};
 
@@ -77,18 +77,24 @@ impl RunArguments {
         definition: &Definition,
         named: &str,
         observe: &mut dyn FnMut(Progress<'_>),
-    ) -> Result<(Found, Vec<Unavailable>), ExperimentError> {
+    ) -> Result<One, ExperimentError> {
         let Pools { made, unavailable, refused } = self.pools(definition, named, observe)?;
         if refused.is_some() {
-            return Ok(((Vec::new(), Vec::new(), Outcome::default(), refused), unavailable));
+            let nothing = (Vec::new(), Vec::new(), Outcome::default(), refused);
+            return Ok((nothing, unavailable, Vec::new()));
         }
+        let cluster = |(setup, pool): &InCluster| MeasuredCluster {
+            setup: *setup,
+            release: pool.release().to_owned(),
+        };
+        let clusters = made.iter().map(cluster).collect();
         let found = self.measure(definition, &made, observe);
         // All are tried before the first failure is told.
         let removed: Vec<_> = made.into_iter().map(|(_, pool)| pool.remove()).collect();
         // Why measuring failed says more than why a pool stays.
         let found = found?;
         removed.into_iter().collect::<Result<(), _>>()?;
-        Ok((found, unavailable))
+        Ok((found, unavailable, clusters))
     }
 
     /// Makes the pools of an experiment, of those points that have a cluster with enough OSDs.
