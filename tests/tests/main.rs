@@ -9,6 +9,7 @@ mod ceph_apart;
 mod ceph_at_rest;
 mod ceph_backups;
 mod ceph_channel;
+mod ceph_chroot;
 mod ceph_client;
 mod ceph_cut_network;
 mod ceph_datastore;
