@@ -14,6 +14,17 @@ const MODES: [&str; 6] = [
     "ms_mon_client_mode",
 ];
 
+/// What the manager has only in a chroot, which may have another release than this machine.
+const MANAGER_IN_CHROOT: &str = "\
+# Else managers of Ceph 17 and later make a pool of their own once there are OSDs.
+mgr_pool = false
+";
+/// What OSDs have only there.
+const OSD_IN_CHROOT: &str = "\
+# The default of Ceph 16. That of later releases goes by what each OSD measures of its disk when it starts.
+osd_op_queue = wpq
+";
+
 /// The address of the monitor, as Ceph writes it: by the messenger's second version alone, since only that encrypts.
 #[must_use]
 pub fn monitor(record: &Record) -> String {
@@ -32,6 +43,10 @@ pub fn of(layout: &Layout, record: &Record) -> String {
     let block = match record.osd_encryption {
         true => format!("bluestore_block_path = {}/$id\n", layout.blocks().display()),
         false => String::new(),
+    };
+    let (manager, osd) = match record.chroot.is_some() {
+        true => (MANAGER_IN_CHROOT, OSD_IN_CHROOT),
+        false => ("", ""),
     };
     format!(
         "\
@@ -86,9 +101,7 @@ mon_data = {directory}/mon
 [mgr]
 mgr_data = {directory}/mgr
 mgr_initial_modules =
-# Else managers of Ceph 17 and later make a pool of their own once there are OSDs.
-mgr_pool = false
-
+{manager}
 [osd]
 osd_data = {directory}/osd/$id
 crush_location = root=default host=lab
@@ -100,9 +113,7 @@ bluestore_block_wal_create = false
 # Disks of virtual machines often call themselves rotational, and then small writes go to the log first.
 bluestore_debug_enforce_settings = ssd
 osd_recovery_sleep_hdd = 0
-# The default of Ceph 16. That of later releases goes by what each OSD measures of its disk when it starts.
-osd_op_queue = wpq
-"
+{osd}"
     )
 }
 
@@ -131,5 +142,10 @@ mod tests {
         let size = "bluestore_block_size = 10737418240\n";
         let block = format!("{size}bluestore_block_path = /cluster/block/$id\n");
         assert_eq!(shown(&record), usual.replace(size, &block));
+        record = Record { osd_encryption: false, chroot: Some("/srv/reef".into()), ..record };
+        let in_chroot = shown(&record);
+        let more = [MANAGER_IN_CHROOT, OSD_IN_CHROOT];
+        assert!(more.iter().all(|it| in_chroot.contains(it)), "{in_chroot}");
+        assert_eq!(more.iter().fold(in_chroot, |text, it| text.replace(it, "")), usual);
     }
 }

@@ -212,8 +212,10 @@ impl Up<'_> {
         self.tools.ceph(&["osd", "set", "noscrub"])?;
         // Otherwise Ceph reports HEALTH_WARN as long as scrubs are off.
         self.tools.ceph(&["health", "mute", "OSDMAP_FLAGS", "--sticky"])?;
-        // Debian's manager of 18.2 cannot load some of its modules; images need none of these.
-        self.tools.ceph(&["health", "mute", "MGR_MODULE_DEPENDENCY", "--sticky"])?;
+        if self.record.chroot.is_some() {
+            // Debian's manager of 18.2 cannot load some of its modules; images need none of these.
+            self.tools.ceph(&["health", "mute", "MGR_MODULE_DEPENDENCY", "--sticky"])?;
+        }
         self.tools.ceph(&["osd", "set", LAST_SETTING])
     }
 
