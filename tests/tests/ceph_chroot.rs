@@ -1,5 +1,5 @@
 //! `vmseal lab ceph up --chroot`: a cluster whose programs run in a chroot (`scripts/build-ceph-chroot`) survives what others survive, is
-//! used by clients of this machine's own packages, and leaves the chroot as it was.
+//! used by clients of this machine's own packages, and leaves the chroot as it was. And what is mounted for it is never removed with it.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+use vmseal_lab::ceph::chroot;
+use vmseal_lab::ceph::layout::Layout;
 use vmseal_tests::ceph::{Cluster, is_installed, mounts_below, said};
 use vmseal_tests::guest::built;
 use vmseal_tests::kills::is_soak_run;
@@ -44,13 +46,18 @@ small = { rounds = 2, seconds = 0.5, size_mib = 16 }
 full = { rounds = 2, seconds = 0.5, size_mib = 16 }
 "#;
 
-/// The chroot that scripts/build-ceph-chroot has built; none where the test cannot run, and then the run says why.
-fn chroot() -> Option<PathBuf> {
-    if !is_soak_run() || !is_installed() {
-        return None;
-    }
-    if !nix::unistd::geteuid().is_root() {
+/// Whether this is root, which may mount; where not, the run says so.
+fn is_root() -> bool {
+    let is_root = nix::unistd::geteuid().is_root();
+    if !is_root {
         skipped("it takes root");
+    }
+    is_root
+}
+
+/// The chroot that scripts/build-ceph-chroot has built; none where the test cannot run, and then the run says why.
+fn built_chroot() -> Option<PathBuf> {
+    if !is_soak_run() || !is_installed() || !is_root() {
         return None;
     }
     let cached = built("build-ceph-chroot", &["--cached"]);
@@ -104,7 +111,7 @@ fn measure(cluster: &Cluster, release: &Value) {
 
 #[test]
 fn a_cluster_in_a_chroot_survives_what_is_killed_serves_other_releases_and_leaves_the_chroot() {
-    let Some(chroot) = chroot() else { return };
+    let Some(chroot) = built_chroot() else { return };
     let cluster = Cluster::new();
     let options = ["--chroot", chroot.to_str().unwrap()];
     // Whatever an `up` has made when it dies, `down` removes the mounts, and the next `up` goes on.
@@ -137,4 +144,48 @@ fn a_cluster_in_a_chroot_survives_what_is_killed_serves_other_releases_and_leave
     assert!(output.status.success(), "{}", said(&output));
     assert!(!cluster.directory().exists());
     assert!(chroot.join("usr/bin/ceph-osd").is_file(), "the chroot was removed with the cluster");
+}
+
+#[test]
+fn while_a_chroot_is_mounted_nothing_of_its_cluster_is_removed_and_the_chroot_always_stays() {
+    // Ceph's programs are not needed.
+    if !is_root() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let root = place.path().join("reef");
+    let program = root.join("usr/bin/ceph-osd");
+    std::fs::create_dir_all(program.parent().unwrap()).unwrap();
+    std::fs::write(&program, "").unwrap();
+    // It unmounts what is left when this fails.
+    let cluster = Cluster::new();
+    let layout = Layout::make(&cluster.directory()).unwrap();
+    layout.make_directories().unwrap();
+    layout.write(&layout.record(), "{}").unwrap();
+    let keyring = layout.keyring("client.admin");
+    layout.write(&keyring, "").unwrap();
+
+    // The second `up` finds what the first has left.
+    for _ in 0..2 {
+        chroot::mount(&layout, &root, false).unwrap();
+        assert_eq!(mounts_below(layout.root()).len(), MOUNTS);
+        assert_eq!(mounts_below(&root), [] as [PathBuf; 0]);
+    }
+    chroot::mount(&layout, &root, true).unwrap();
+    assert_eq!(mounts_below(layout.root()).len(), MOUNTS);
+    // By the path in the chroot, which is the same.
+    let inside = layout.chroot_place().join(keyring.strip_prefix("/").unwrap());
+    assert!(inside.is_file());
+
+    let mounted = layout.chroot_place().join("usr/bin/ceph-osd");
+    let by_hand = std::fs::remove_file(&mounted).unwrap_err();
+    assert_eq!(by_hand.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+    assert!(layout.remove().is_err());
+    assert!(layout.record().is_file() && keyring.is_file() && mounted.is_file());
+
+    chroot::unmount(&layout).unwrap();
+    assert_eq!(mounts_below(layout.root()), [] as [PathBuf; 0]);
+    layout.remove().unwrap();
+    assert!(!cluster.directory().exists());
+    assert!(program.is_file(), "the chroot was removed with the cluster");
 }

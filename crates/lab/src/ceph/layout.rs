@@ -261,10 +261,12 @@ impl Layout {
     /// # Errors
     /// The file system's.
     pub fn remove(&self) -> Result<(), CephError> {
+        use io::ErrorKind::{DirectoryNotEmpty, NotADirectory, NotFound};
         let chroot = self.chroot_place();
         match fs::remove_dir(&chroot) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            // What may still be mounted there is not the cluster's.
+            // What is not the cluster's stays.
+            Err(error) if matches!(error.kind(), NotFound | NotADirectory | DirectoryNotEmpty) => {}
+            // Something is mounted there still: nothing is removed.
             removed => removed.map_err(file(&chroot))?,
         }
         for name in CONTENT.into_iter().chain([RECORD, LOCK]) {
@@ -389,18 +391,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_a_chroot_is_not_removed_with_the_cluster() {
+    fn what_is_where_a_chroot_is_mounted_is_not_removed_with_the_cluster() {
         let place = tempfile::tempdir().unwrap();
-        let layout = Layout::make(place.path()).unwrap();
+        let directory = place.path().join("cluster");
+        let layout = Layout::make(&directory).unwrap();
         layout.write(&layout.record(), "{}").unwrap();
         let program = layout.chroot_place().join("ceph-mon");
         fs::create_dir(layout.chroot_place()).unwrap();
         fs::write(&program, "").unwrap();
-        assert!(matches!(layout.remove(), Err(CephError::File { .. })));
-        assert!(program.exists() && layout.record().exists());
+        layout.remove().unwrap();
+        assert!(program.exists() && !layout.record().exists());
         fs::remove_file(&program).unwrap();
         layout.remove().unwrap();
-        assert!(!place.path().exists());
+        assert!(!directory.exists());
     }
 
     #[test]

@@ -69,7 +69,7 @@ pub fn up(
 fn settle(layout: &Layout, arguments: &UpArguments) -> Result<Record, CephError> {
     let runs = !processes::running(layout).is_empty();
     let failed = |source| CephError::File { path: layout.root().to_owned(), source };
-    let chroot = arguments.chroot.as_deref().map(chroot::find).transpose()?;
+    let chroot = arguments.chroot.as_deref().map(|it| chroot::find(layout, it)).transpose()?;
     let asked = UpArguments { chroot, ..arguments.clone() };
     let record = match Record::read(layout)? {
         None => Record::new(&asked).map_err(failed)?,
