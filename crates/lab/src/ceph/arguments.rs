@@ -98,8 +98,8 @@ pub struct UpArguments {
     /// root or fusermount3; a cluster is made so, and stays so
     #[arg(long)]
     pub osd_encryption: bool,
-    /// A chroot with Ceph's programs, such as scripts/build-ceph-chroot makes, in place of those of this machine: another release of
-    /// Ceph. It takes root. A new cluster is made so; another chroot only while no daemon runs
+    /// Runs Ceph's programs from a chroot, and not those of this machine, for another release of Ceph: scripts/build-ceph-chroot makes
+    /// such a chroot. It takes root; a cluster is made so, and stays so; another chroot can be given while no daemon runs
     #[arg(long, value_name = "DIR", conflicts_with = "osd_encryption")]
     pub chroot: Option<PathBuf>,
 }
