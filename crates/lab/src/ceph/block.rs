@@ -9,9 +9,9 @@
 //! the file when it ends in good order; one that was killed leaves a mount behind that nobody serves.
 
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use nix::mount::{MntFlags, umount2};
@@ -196,6 +196,7 @@ fn file(path: &Path) -> impl FnOnce(std::io::Error) -> CephError + use<> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
