@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use crate::guest::Console;
 use crate::installation::Installation;
@@ -11,6 +12,10 @@ use crate::installation::Installation;
 pub const OWNER: &str = "7673656c-0000-4000-8000-000000000001";
 
 const PROMPT: &str = "Shell>";
+
+/// How long firmware may take to its prompt. At its first start it writes its variables one after another and says nothing meanwhile, and a
+/// cluster of Ceph that shares the processors with others takes its time for each.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// What the kernel of a guest is called that the shell starts: with the ending of UEFI's programs.
 pub(crate) const PROGRAM: &str = "linux.efi";
@@ -22,7 +27,7 @@ const OPTIONS: &str = "console=ttyS0 quiet mitigations=off net.ifnames=0 no_time
 /// The console of a guest that has come, or comes, to its prompt.
 pub fn open(here: &Installation, vm: &str) -> Console {
     let mut shell = here.console(vm).unwrap();
-    shell.expect(PROMPT, 0).unwrap();
+    shell.expect_within(TIMEOUT, PROMPT, 0).unwrap();
     shell
 }
 

@@ -166,6 +166,16 @@ impl Console {
 
     /// Waits for `pattern`; gives the `following` characters after it and drops all up to there.
     pub fn expect(&mut self, pattern: &str, following: usize) -> anyhow::Result<String> {
+        self.expect_within(GUEST_TIMEOUT, pattern, following)
+    }
+
+    /// The same of a guest that may take longer.
+    pub fn expect_within(
+        &mut self,
+        timeout: Duration,
+        pattern: &str,
+        following: usize,
+    ) -> anyhow::Result<String> {
         let begun = Instant::now();
         let (lock, news) = &*self.heard;
         let mut heard = lock.lock().map_err(|_| anyhow::anyhow!("the listener panicked"))?;
@@ -178,7 +188,7 @@ impl Console {
                     return Ok(found);
                 }
             }
-            if heard.ended || begun.elapsed() > GUEST_TIMEOUT {
+            if heard.ended || begun.elapsed() > timeout {
                 bail!("the guest never said '{pattern}'; it said: {}", heard.text);
             }
             (heard, _) = news
