@@ -30,7 +30,7 @@ pub struct Wanted {
 /// Describes a VM to another control plane.
 ///
 /// # Errors
-/// `wrong-state`: its host is not known well enough, or a snapshot is not complete. The inventory's.
+/// `unreachable`: its host has not answered since this server was started. `wrong-state`: a snapshot is not complete. The inventory's.
 pub async fn describe(
     store: &Store,
     hosts: &Hosts,
@@ -40,8 +40,8 @@ pub async fn describe(
 ) -> Result<BeginArrival, Problem> {
     let Some(here) = hosts.view(vm.host).description.clone() else {
         let detail =
-            format!("host '{}' is not known well enough: it does not answer", vm.host_name);
-        return Err(Problem::new(ErrorCode::WrongState, detail));
+            format!("host '{}' has not answered yet since this server was started", vm.host_name);
+        return Err(Problem::new(ErrorCode::Unreachable, detail));
     };
     let mut read = store.read().await?;
     let disks = disks::of_vm(&mut read, vm.id).await?;

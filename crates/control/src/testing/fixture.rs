@@ -250,16 +250,21 @@ impl Fixture {
         write.commit().await.unwrap();
     }
 
-    /// The server's process ends at once, and another one starts; `prepare` gets the new engine before it resumes its
-    /// tasks.
-    pub async fn restart(&mut self, prepare: impl FnOnce(&mut Engine)) {
-        self.engine.stop();
+    /// The hosts as a server has them that has just started.
+    pub async fn hosts_of_another_server(&self) -> Arc<Hosts> {
         let hosts = Hosts::start(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),
             Arc::new(self.connector.clone()),
         );
-        self.hosts = Arc::new(hosts.await.unwrap());
+        Arc::new(hosts.await.unwrap())
+    }
+
+    /// The server's process ends at once, and another one starts; `prepare` gets the new engine before it resumes its
+    /// tasks.
+    pub async fn restart(&mut self, prepare: impl FnOnce(&mut Engine)) {
+        self.engine.stop();
+        self.hosts = self.hosts_of_another_server().await;
         let mut engine = Engine::new(
             Arc::clone(&self.store),
             Arc::clone(&self.providers),

@@ -1,6 +1,8 @@
 //! The servers of both control planes are killed while one of both undoes a migration, and both at once. A part of it in a run.
 
 use super::*;
+use crate::hosts::is_silence;
+use crate::remotes::{Wanted, describe};
 
 /// The step at which a side decides: all of its steps until there are undone when it fails.
 const DECIDES: &str = "switch";
@@ -96,4 +98,28 @@ async fn both_servers_may_be_killed_at_once() {
             two.assert_gone(&what).await;
         }
     }
+}
+
+#[tokio::test]
+async fn a_server_that_has_just_started_describes_a_vm_once_its_host_has_answered() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let vm = fixture.vm(vm).await.unwrap();
+    fixture.agent.set_reachable(false);
+    let hosts = fixture.hosts_of_another_server().await;
+    let described = async || {
+        let wanted = Wanted {
+            policy: "encrypted".to_owned(),
+            host: None,
+            datastore: None,
+            at_rest: false,
+            suspended: false,
+            compresses: false,
+        };
+        describe(&fixture.store, &hosts, &vm, wanted, 1).await
+    };
+    let early = described().await.map(drop).unwrap_err();
+    assert!(is_silence(&early), "its task would fail: {early}");
+    fixture.agent.set_reachable(true);
+    fixture.eventually("it is described", async || described().await.ok().map(drop)).await;
 }
