@@ -62,6 +62,21 @@ impl Cluster {
         command
     }
 
+    /// Runs an experiment, given as its file has it, on disks in this cluster. What the report says of it.
+    #[must_use]
+    pub fn measured(&self, experiment: &str) -> Value {
+        let home = tempfile::tempdir().unwrap();
+        let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
+        std::fs::write(&file, experiment).unwrap();
+        let mut command = Command::new(program("vmseal").unwrap());
+        command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
+        command.arg("--ceph-directory").arg(self.directory()).stdin(Stdio::null());
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+        report["experiments"][0].clone()
+    }
+
     /// Runs a verb.
     #[must_use]
     pub fn run(&self, words: &[&str]) -> Output {

@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use vmseal_lab::ceph::chroot;
@@ -13,7 +12,7 @@ use vmseal_tests::ceph::{Cluster, is_installed, mounts_below, said};
 use vmseal_tests::guest::built;
 use vmseal_tests::kills::is_soak_run;
 use vmseal_tests::process::using;
-use vmseal_tests::{eventually, program, skipped};
+use vmseal_tests::{eventually, skipped};
 
 /// What is stored in an image: more than one object of 4 MiB, and not a whole number of them.
 const CONTENT: usize = (9 << 20) + 512;
@@ -93,16 +92,7 @@ fn down(cluster: &Cluster) {
 
 /// Measures disks that `vmseal-rbd` has in the cluster. The report names its release.
 fn measure(cluster: &Cluster, release: &Value) {
-    let home = tempfile::tempdir().unwrap();
-    let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
-    std::fs::write(&file, EXPERIMENT).unwrap();
-    let mut command = Command::new(program("vmseal").unwrap());
-    command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
-    command.arg("--ceph-directory").arg(cluster.directory()).stdin(Stdio::null());
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
-    let experiment = &report["experiments"][0];
+    let experiment = cluster.measured(EXPERIMENT);
     assert!(experiment["refused"].is_null(), "{experiment:#}");
     let cells = experiment["measured"][0]["cells"].as_array().unwrap();
     assert!(!cells.is_empty() && cells.iter().all(|it| it["iops"].as_f64() > Some(0.0)));

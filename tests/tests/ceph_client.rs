@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
-use vmseal_tests::ceph::{Cluster, StoppedDaemons, is_installed, mounts_below, said};
+use vmseal_tests::ceph::{Cluster, StoppedDaemons, is_installed, mounts_below};
 use vmseal_tests::ceph_pool::while_pools_stay;
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::using;
@@ -58,19 +58,10 @@ fn can_run() -> bool {
 
 /// Measures an experiment on a cluster that tests share. Its cells; none where it is refused for want of a program, with this advice.
 fn cells_of(experiment: &str, advice: &str) -> Option<Vec<Value>> {
-    let home = tempfile::tempdir().unwrap();
-    let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
-    std::fs::write(&file, experiment).unwrap();
     // The laboratory makes a pool of its own in a cluster, and has nobody else change that cluster till it has ended.
-    let (output, status) = while_pools_stay("crc", |cluster| {
-        let mut command = Command::new(program("vmseal").unwrap());
-        command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
-        command.arg("--ceph-directory").arg(cluster.directory()).stdin(Stdio::null());
-        (command.output().unwrap(), cluster.json(&["status"]))
+    let (experiment, status) = while_pools_stay("crc", |cluster| {
+        (cluster.measured(experiment), cluster.json(&["status"]))
     });
-    assert!(output.status.success(), "{}", said(&output));
-    let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
-    let experiment = &report["experiments"][0];
     if let Some(why) = experiment["refused"].as_str() {
         assert!(why.contains(advice), "{why}");
         skipped(why);

@@ -111,6 +111,19 @@ async fn disks_of_a_policy_that_asks_for_redundancy_are_where_there_is_enough_of
     fixture.ends_well(task.id).await;
 }
 
+/// Changes the policy `encrypted`. What redundancy it asks for then, or what a dry run says.
+async fn said_of_change(
+    services: &Services,
+    caller: &Caller,
+    request: SetPolicy,
+    dry_run: bool,
+) -> Result<String, Problem> {
+    Ok(match set(services, caller, "encrypted", request, dry_run).await? {
+        Outcome::Planned(plan) => plan.steps.concat(),
+        Outcome::Done(policy) => policy.redundancy.to_string(),
+    })
+}
+
 /// A pool of names and headers, and one of data, which is erasure-coded.
 fn coded(data: u32, coding: u32) -> Vec<PoolFacts> {
     let names = mirrored(coding + 1, 1).remove(0);
@@ -126,18 +139,7 @@ async fn disks_of_a_policy_with_a_number_of_data_chunks_are_in_pools_that_have_s
     fixture.made("web", "encrypted").await;
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
-    let changed = async |request: SetPolicy, dry_run| match set(
-        &services,
-        &me,
-        "encrypted",
-        request,
-        dry_run,
-    )
-    .await?
-    {
-        Outcome::Planned(plan) => Ok(plan.steps.concat()),
-        Outcome::Done(policy) => Ok::<_, Problem>(policy.redundancy.to_string()),
-    };
+    let changed = async |request, dry_run| said_of_change(&services, &me, request, dry_run).await;
     let coding = |data_chunks| {
         let layout = Some(Layout::ErasureCoding);
         let redundancy = Redundancy { failures: 2, layout, data_chunks, failure_domain: None };
@@ -186,18 +188,7 @@ async fn disks_of_a_policy_with_a_failure_domain_are_where_copies_are_kept_apart
     fixture.made("web", "encrypted").await;
     let services = fixture.services(Recipient::generate().unwrap());
     let me = Caller::administrator("me");
-    let changed = async |request: SetPolicy, dry_run| match set(
-        &services,
-        &me,
-        "encrypted",
-        request,
-        dry_run,
-    )
-    .await?
-    {
-        Outcome::Planned(plan) => Ok(plan.steps.concat()),
-        Outcome::Done(policy) => Ok::<_, Problem>(policy.redundancy.to_string()),
-    };
+    let changed = async |request, dry_run| said_of_change(&services, &me, request, dry_run).await;
     let domain = |name: &str| {
         let failure_domain = Some(name.to_owned());
         SetPolicy { failure_domain, ..SetPolicy::default() }
