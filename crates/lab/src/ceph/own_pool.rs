@@ -7,7 +7,6 @@
 
 use std::path::Path;
 
-use tempfile::TempDir;
 use vmseal_api::datastore::{Messenger, RbdPool};
 use vmseal_api::osd_encryption::OSD_KEYS_CAPABILITY;
 
@@ -15,7 +14,7 @@ use super::answers::{OsdDump, Versions};
 use super::arguments;
 use super::daemon::Daemon;
 use super::error::CephError;
-use super::layout::{Layout, Lock};
+use super::layout::{self, Layout, Lock};
 use super::pools::{self, Pool};
 use super::processes;
 use super::progress::Progress;
@@ -43,8 +42,6 @@ pub struct OwnPool {
     removed: bool,
     /// What stays where the cluster does not answer.
     left: Left,
-    /// With the user's key.
-    _home: TempDir,
     _lock: Lock,
 }
 
@@ -118,20 +115,15 @@ impl OwnPool {
         let (layout, record) = Record::open(layout)?;
         let versions: Versions = Tools { layout: &layout }.ask(&["versions"])?;
         let pools = pools_for(raids)?;
-        let temporary = std::env::temp_dir();
-        // For this user alone.
-        let home = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&temporary);
-        let home = home.map_err(|source| CephError::File { path: temporary, source })?;
-        let access =
-            |(raid, pool): &(Option<Raid>, Pool)| (*raid, access(&record, pool, home.path()));
+        let keyring = layout.keyring(USER);
+        let access = |(raid, pool): &(Option<Raid>, Pool)| (*raid, access(&record, pool, &keyring));
         let accesses = pools.iter().map(access).collect();
         let left = Left::new(format!(
             "in the cluster in {} pools that begin with {NAME}, and {USER}: the next run on it removes them",
             layout.root().display()
         ));
         let release = versions.release();
-        let this =
-            Self { layout, release, accesses, removed: false, left, _home: home, _lock: lock };
+        let this = Self { layout, release, accesses, removed: false, left, _lock: lock };
         this.clear()?;
         for (_, pool) in &pools {
             pools::ensure(&this.layout, pool, record.osds.len(), observe)?;
@@ -167,10 +159,9 @@ impl OwnPool {
         let rights = rights(self.accesses.iter().map(|(_, pool)| pool));
         let of_monitors = format!("profile rbd, {OSD_KEYS_CAPABILITY}");
         let make = ["auth", "get-or-create", USER, "mon", &of_monitors, "osd", &rights];
-        let first = self.accesses.first().and_then(|(_, pool)| pool.keyring.as_ref());
-        let keyring = first.map(|file| file.display().to_string());
-        let to: Vec<_> = keyring.iter().flat_map(|file| ["-o", file.as_str()]).collect();
-        Tools { layout: &self.layout }.ceph(&[&make[..], &to[..]].concat())
+        // In the cluster's directory, which programs in a chroot see, too.
+        let keyring = self.layout.keyring(USER).display().to_string();
+        Tools { layout: &self.layout }.ceph(&[&make[..], &["-o", &keyring]].concat())
     }
 
     /// Removes the pools with all that is in them, and the user.
@@ -206,7 +197,9 @@ impl OwnPool {
             }
         }
         // One that is not there is no error.
-        tools.ceph(&["auth", "rm", USER])
+        tools.ceph(&["auth", "rm", USER])?;
+        let path = self.layout.keyring(USER);
+        layout::remove(&path).map_err(|source| CephError::File { path, source })
     }
 }
 
@@ -256,15 +249,15 @@ fn rights<'a>(pools: impl Iterator<Item = &'a RbdPool>) -> String {
     names.map(|name| format!("profile rbd pool={name}")).collect::<Vec<_>>().join(", ")
 }
 
-/// How a client gets to a pool: by the monitor's address, and by the key in a directory. Images are in the pool beside one of
+/// How a client gets to a pool: by the monitor's address, and by the key in a file. Images are in the pool beside one of
 /// chunks, their data in that.
-fn access(record: &Record, pool: &Pool, home: &Path) -> RbdPool {
+fn access(record: &Record, pool: &Pool, keyring: &Path) -> RbdPool {
     let metadata = pool.metadata();
     let data_pool = metadata.is_some().then(|| pool.name.clone());
     RbdPool {
         monitors: format!("v2:{}/0", record.listen),
         user: USER.to_owned(),
-        keyring: Some(home.join("keyring")),
+        keyring: Some(keyring.to_owned()),
         pool: metadata.map_or_else(|| pool.name.clone(), |metadata| metadata.name),
         namespace: None,
         data_pool,
