@@ -42,7 +42,7 @@ pub enum CreateError {
         "a mirrored pool has its data itself: leave --data-pool away, or ask for erasure-coding"
     )]
     DataPool,
-    /// A limit is passed, or what is asked for does not go together.
+    /// A field is outside its limits, or contradicts another one.
     #[error("{field} {what}")]
     Invalid {
         /// Which field of the pool.

@@ -6,9 +6,9 @@
 //!  chroot/sys      the kernel's
 //!  chroot/DIR      DIR, the cluster's directory: it has the same path inside as outside
 //! ```
-//! All of these are mounts within the cluster's directory, and the chroot's own directory has none. So several clusters may have one
-//! chroot, and each `down` removes the mounts of its cluster alone, however `up` ended. The chroot is read-only there, as whoever removes
-//! the cluster's directory by hand meanwhile would else remove what is in the chroot.
+//! All of these are mounts within the cluster's directory, and the chroot's own directory has none. So several clusters can share one
+//! chroot. `down` removes only the mounts of its own cluster, also after an `up` that was killed. The chroot is mounted read-only: a user
+//! who deletes the directory of a running cluster does not delete the chroot's files.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
