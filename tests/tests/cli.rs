@@ -336,6 +336,7 @@ fn doctor_reports_each_problem_with_its_fix() {
         "vhost-user-blk",
         "filter",
         "cores",
+        "image-builder",
         "host-certificate",
         "host-authority",
         "server-certificate",

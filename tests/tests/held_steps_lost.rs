@@ -8,13 +8,13 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use vmseal_tests::eventually;
 use vmseal_tests::held_steps::{
     Ended, disturb_one_or_all, killed_in, open_task, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
 use vmseal_tests::two_hosts::QEMU;
+use vmseal_tests::{eventually, skipped};
 
 const VM: &str = "web";
 
@@ -209,7 +209,7 @@ fn can_reboot() -> bool {
     mounts.args(["--mount", "mount", "--bind", "/dev/null", "/proc/sys/kernel/random/boot_id"]);
     let can = mounts.output().is_ok_and(|output| output.status.success());
     if !can {
-        eprintln!("not tried: automatic starts, which take mounts (root with CAP_SYS_ADMIN)");
+        skipped("automatic starts take mounts (root with CAP_SYS_ADMIN)");
     }
     can
 }

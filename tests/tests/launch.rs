@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,8 +12,8 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use vmseal_tests::as_user::as_user;
-use vmseal_tests::eventually;
 use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::{eventually, skipped};
 
 const KEY: &str =
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDu0bKR0wAYc5z1f3Yv0J1mZ2c9bS7mUqkq3v1Qh9w1c me\n";
@@ -119,6 +119,38 @@ fn command<'a>(image: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     [&usual[..], more].concat()
 }
 
+/// The image of Debian is built only for a VM that would be made, and where the programs are that build it. A dry run refuses what a build
+/// refuses, in the same words.
+fn debian_is_built_where_it_can_be(here: &Installation, public: &str) {
+    let debian = ["vm", "launch", "web1", "--image=debian", "--ssh-key", public];
+    let said = here.refused(&[&debian[..], &["--policy=none"]].concat()).unwrap();
+    assert!(said.contains("none") && !said.contains("building"), "{said}");
+    if Path::new("/var/lib/vmseal/images/debian.raw").exists() {
+        skipped("this machine has an image 'debian': no launch would build one");
+        return;
+    }
+    let dry_run = [&debian[..], &["--dry-run"]].concat();
+    let plan = here.vmseal(&dry_run).unwrap();
+    assert!(plan.contains("1. build the image 'debian'"), "{plan}");
+    let said = here.refused(&[&debian[..], &["--disk-size=1G"]].concat()).unwrap();
+    assert!(said.contains("--disk-size") && said.contains("2 GiB"), "{said}");
+
+    // By `id` the script that builds it sees whether it is root's; there is no other program.
+    let programs = here.path("few");
+    std::fs::create_dir(&programs).unwrap();
+    symlink("/usr/bin/id", programs.join("id")).unwrap();
+    let ended = |arguments: &[&str]| {
+        let mut command = here.command().unwrap();
+        let output = command.args(arguments).env("PATH", &programs).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let image = here.path("never.raw");
+    let built = ended(&["image", "build", "debian", "--to", text(&image).unwrap()]);
+    assert!(built.1.contains("install these packages first: mmdebstrap"), "{built:?}");
+    assert_eq!((built.0, image.exists()), (Some(1), false));
+    assert_eq!(ended(&dry_run), built);
+}
+
 #[test]
 fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let here = Installation::new().unwrap();
@@ -140,16 +172,7 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     let said =
         here.refused(&["vm", "launch", "web1", "--image=none", "--ssh-key", public]).unwrap();
     assert!(said.contains("no image 'none'"), "{said}");
-    // The image of Debian is built only for a VM that would be made.
-    let debian = ["vm", "launch", "web1", "--image=debian", "--ssh-key", public];
-    let said = here.refused(&[&debian[..], &["--policy=none"]].concat()).unwrap();
-    assert!(said.contains("none") && !said.contains("building"), "{said}");
-    if !Path::new("/var/lib/vmseal/images/debian.raw").exists() {
-        let plan = here.vmseal(&[&debian[..], &["--dry-run"]].concat()).unwrap();
-        assert!(plan.contains("1. build the image 'debian'"), "{plan}");
-        let said = here.refused(&[&debian[..], &["--disk-size=1G"]].concat()).unwrap();
-        assert!(said.contains("--disk-size") && said.contains("2 GiB"), "{said}");
-    }
+    debian_is_built_where_it_can_be(&here, public);
     // An image that the host cannot take is refused before anything is made.
     let (other, large) = (here.path("other.raw"), here.path("large.raw"));
     std::fs::write(&other, [&b"QFI\xfb"[..], &[0; 1 << 20]].concat()).unwrap();

@@ -3,6 +3,7 @@
 use vmseal_agent::host::doctor::{self, Finding, Options, Verdict};
 use vmseal_secret::process::Hardening;
 
+use super::image;
 use super::processes::beside_this_program;
 use crate::arguments::{Columns, Doctor, Output};
 use crate::exit::{Ended, Exit};
@@ -24,7 +25,7 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
         datastores: asked.datastores,
         hardening,
     };
-    let findings = doctor::examine(&options).await;
+    let findings = examine(&options).await;
     let failed = findings.iter().filter(|it| it.result == Verdict::Failed).count();
     let usual = Columns::<Finding>::usual();
     let chosen = asked.columns.columns != usual.columns || asked.columns.no_header;
@@ -39,6 +40,36 @@ pub async fn run(output: Output, asked: Doctor, hardening: Hardening) -> anyhow:
         1 => Err(Ended::new(Exit::Failed, "1 problem found").into()),
         some => Err(Ended::new(Exit::Failed, format!("{some} problems found")).into()),
     }
+}
+
+/// Runs all checks: those of a host, and what an image of Debian needs to be built.
+pub(super) async fn examine(options: &Options) -> Vec<Finding> {
+    let mut findings = doctor::examine(options).await;
+    findings.push(image_builder(image::missing_packages()));
+    findings
+}
+
+/// What a build of the image finds or lacks.
+fn image_builder(missing: anyhow::Result<Vec<String>>) -> Finding {
+    let (result, found, remedy) = match missing {
+        Ok(missing) if missing.is_empty() => {
+            (Verdict::Ok, "the programs that build an image of Debian are there".to_owned(), None)
+        }
+        Ok(missing) => (
+            Verdict::Warning,
+            format!(
+                "packages are missing: no image of Debian can be built ({})",
+                missing.join(", ")
+            ),
+            Some(format!("apt install {}", missing.join(" "))),
+        ),
+        Err(error) => (
+            Verdict::Warning,
+            format!("{error:#}: no image of Debian can be built"),
+            Some(image::INSTALL.to_owned()),
+        ),
+    };
+    Finding { check: "image-builder".to_owned(), result, found, remedy }
 }
 
 /// A line, and a second one if there is something to fix.

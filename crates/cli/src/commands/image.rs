@@ -1,11 +1,12 @@
 //! `vmseal image`: images of systems on this machine. No server is asked.
 
+use std::ffi::OsStr;
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 
 use crate::arguments::{BuildImage, Image, Output, System};
 use crate::exit::{Ended, Exit};
@@ -14,8 +15,14 @@ use crate::{images, print};
 /// The command that builds the image of Debian again.
 pub(super) const REBUILD: &str = "vmseal image build debian --force";
 
-/// The program that builds an image.
+/// The program that builds an image. It alone knows which packages a build needs.
 const BUILDER: &str = "build-debian-image";
+
+/// The option by which that program builds nothing and prints the packages that are missing.
+const CHECK: &str = "--check";
+
+/// What is done where that program is not there.
+pub(super) const INSTALL: &str = "install vmseal with its files (the package, or make install)";
 
 pub fn run(output: Output, verb: Image) -> anyhow::Result<()> {
     match verb {
@@ -101,15 +108,40 @@ fn directory() -> anyhow::Result<PathBuf> {
 }
 
 fn make(image: &Path) -> anyhow::Result<()> {
-    let program = builder()?;
+    run_builder(&[OsStr::new("--to"), image.as_os_str()])
+}
+
+/// Refuses what a build refuses before it begins, in the same words: packages are missing.
+pub(super) fn require_packages() -> anyhow::Result<()> {
+    run_builder(&[OsStr::new(CHECK)])
+}
+
+fn run_builder(arguments: &[&OsStr]) -> anyhow::Result<()> {
+    let program = builder().map_err(|error| anyhow::anyhow!("{error:#}: {INSTALL}"))?;
     // What it says is for people; its result is this program's.
     let mut builder = Command::new(&program);
-    builder.arg("--to").arg(image).stdin(Stdio::null()).stdout(Stdio::null());
+    builder.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
     let ended = builder.status().with_context(|| format!("cannot run {}", program.display()))?;
     if !ended.success() {
         return Err(Ended::new(Exit::Failed, "the image was not built; the reason is above").into());
     }
     Ok(())
+}
+
+/// The packages of Debian that a build needs and that are missing on this machine.
+pub(super) fn missing_packages() -> anyhow::Result<Vec<String>> {
+    let program = builder()?;
+    let asked = Command::new(&program).arg(CHECK).stdin(Stdio::null()).output();
+    let asked = asked.with_context(|| format!("cannot run {}", program.display()))?;
+    let printed = String::from_utf8_lossy(&asked.stdout);
+    let missing: Vec<_> = printed.lines().map(str::to_owned).collect();
+    ensure!(
+        asked.status.success() == missing.is_empty(),
+        "{} {CHECK} failed: {}",
+        program.display(),
+        String::from_utf8_lossy(&asked.stderr).trim()
+    );
+    Ok(missing)
 }
 
 /// Where the program is: installed in `PREFIX/share/vmseal`, or among the sources that this was built from.
@@ -122,6 +154,6 @@ fn builder() -> anyhow::Result<PathBuf> {
     let found = places.iter().map(|place| place.join(BUILDER)).find(|program| program.is_file());
     found.with_context(|| {
         let place = places.first().map_or_else(String::new, |place| place.display().to_string());
-        format!("{BUILDER} is not in {place}: install vmseal with its files (make install)")
+        format!("{BUILDER} is not in {place}")
     })
 }

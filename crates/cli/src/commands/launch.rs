@@ -89,6 +89,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
     if options.dry_run.dry_run {
         let mut plan = server.try_post("vms", &request).await?;
         if !is_there {
+            image::require_packages()?;
             plan.steps.insert(0, format!("build the image '{DEBIAN}', which takes some minutes"));
         }
         let step = match request.nics.iter().any(|nic| nic.link == NicLink::Up) {

@@ -9,7 +9,7 @@ use vmseal_agent::host::doctor::{self, Finding, Verdict};
 use vmseal_api::model::Connection;
 use vmseal_secret::process::Hardening;
 
-use super::super::doctor::report;
+use super::super::doctor::{examine, report};
 use super::super::processes::beside_this_program;
 use super::{Init, keys};
 use crate::exit::{Ended, Exit};
@@ -79,7 +79,7 @@ async fn look(init: &Init, hardening: Hardening) -> anyhow::Result<Vec<Finding>>
         datastores: if datastore.exists() { vec![datastore] } else { Vec::new() },
         hardening,
     };
-    let mut findings = doctor::examine(&options).await;
+    let mut findings = examine(&options).await;
     findings.retain(|it| !OF_A_JOINED_HOST.contains(&it.check.as_str()));
     Ok(findings)
 }

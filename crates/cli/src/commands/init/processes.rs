@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, Uid, User};
 use tokio::signal::unix::{SignalKind, signal};
 use vmseal_api::atomic_file::{self, PUBLIC};
 
@@ -28,6 +28,9 @@ const UNIT_DIRECTORIES: [&str; 4] = [
     "/usr/lib/systemd/system",
     "/lib/systemd/system",
 ];
+
+/// The file that has the server's user, as systemd-sysusers finds it in the directories beside those of the units.
+const SYSUSERS: &str = "vmseal.conf";
 
 const SERVER_UNIT: &str = "vmseal-server.service";
 const AGENT_UNIT: &str = "vmseal-agent.service";
@@ -93,13 +96,14 @@ impl Processes {
         }
         refuse_places(options)?;
         for unit in [SERVER_UNIT, AGENT_UNIT] {
-            let there = UNIT_DIRECTORIES.iter().any(|it| Path::new(it).join(unit).exists());
-            if !there {
+            let mut files = UNIT_DIRECTORIES.iter().map(|it| Path::new(it).join(unit));
+            let Some(file) = files.find(|file| file.exists()) else {
                 let message = format!(
                     "there is no unit {unit}: install vmseal with its units (the package, or make install), or give --foreground"
                 );
                 return Err(Ended::new(Exit::Failed, message).into());
-            }
+            };
+            require_user(unit, &file)?;
         }
         Ok(Self::Units(Units {
             etc: PathBuf::from(UNIT_DIRECTORIES[0]),
@@ -261,6 +265,36 @@ fn refuse_places(options: &arguments::Init) -> anyhow::Result<()> {
     }
     let message = "the options under 'Without systemd' need --foreground: units have places and programs of their own (systemctl edit vmseal-agent)";
     Err(Ended::new(Exit::Usage, message).into())
+}
+
+/// Refuses a unit that runs as a user that does not exist: it would be set up and enabled, and its start would fail.
+fn require_user(unit: &str, file: &Path) -> anyhow::Result<()> {
+    let text = std::fs::read_to_string(file);
+    let text = text.with_context(|| format!("cannot read {}", file.display()))?;
+    let Some(user) = user_of(&text) else { return Ok(()) };
+    let found = match user.parse::<u32>() {
+        Ok(id) => User::from_uid(Uid::from_raw(id)),
+        Err(_) => User::from_name(user),
+    };
+    let found = found.with_context(|| format!("cannot look up the user '{user}' of {unit}"))?;
+    if found.is_some() {
+        return Ok(());
+    }
+    let message = format!(
+        "{unit} runs as the user '{user}', which does not exist: make it (as root: systemd-sysusers {SYSUSERS}) and give this command again, or give --foreground"
+    );
+    Err(Ended::new(Exit::Failed, message).into())
+}
+
+/// The user that a unit's file names; none where it names none, and the unit runs as root. Drop-ins are not read: whatever they say, the
+/// server's unit gives its directory to the user that its own file names.
+fn user_of(unit: &str) -> Option<&str> {
+    let named = unit.lines().rev().find_map(|line| {
+        let (key, value) = line.split_once('=')?;
+        (key.trim() == "User").then_some(value.trim())
+    });
+    // An empty one takes back those before it.
+    named.filter(|user| !user.is_empty())
 }
 
 impl Units {
@@ -531,6 +565,48 @@ mod tests {
             ["enable vmseal-server.service"]
         );
     }
+
+    #[test]
+    fn a_unit_whose_user_is_missing_is_refused_with_what_makes_the_user() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join(SERVER_UNIT);
+        let refused = |settings: &str| {
+            std::fs::write(&file, format!("[Service]\n{settings}\nRestart=on-failure\n")).unwrap();
+            let refused = require_user(SERVER_UNIT, &file).err();
+            refused.map(|error| (error.to_string(), Exit::of(&error)))
+        };
+        for settings in
+            ["", "#User=no-such-user", "User=root", "User=0", "User=no-such-user\nUser="]
+        {
+            assert_eq!(refused(settings), None, "{settings}");
+        }
+        for settings in ["User=no-such-user", "User = no-such-user", "User=root\nUser=no-such-user"]
+        {
+            let (said, exit) = refused(settings).unwrap();
+            assert_eq!(exit, Exit::Failed, "{said}");
+            for told in
+                [SERVER_UNIT, "'no-such-user'", "systemd-sysusers vmseal.conf", "--foreground"]
+            {
+                assert!(said.contains(told), "{said}");
+            }
+        }
+        std::fs::remove_file(&file).unwrap();
+        let error = require_user(SERVER_UNIT, &file).unwrap_err();
+        assert!(error.to_string().contains(&file.display().to_string()), "{error}");
+    }
+
+    #[test]
+    fn the_user_of_the_servers_unit_is_the_one_that_sysusers_makes() {
+        let shipped = |name: &str| {
+            let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../systemd");
+            std::fs::read_to_string(directory.join(name)).unwrap()
+        };
+        let unit = shipped(SERVER_UNIT);
+        let made = format!("u {} ", user_of(&unit).unwrap());
+        assert!(shipped("vmseal.sysusers").lines().any(|line| line.starts_with(&made)), "{made}");
+        assert_eq!(user_of(&shipped(AGENT_UNIT)), None);
+    }
+
     /// A program that ends at once, and writes down that it ran.
     #[tokio::test]
     async fn what_ends_is_started_again_and_what_ends_again_and_again_is_given_up() {
