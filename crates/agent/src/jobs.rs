@@ -75,6 +75,10 @@ struct Job {
     backup: Option<Box<BackupManifest>>,
     read_bytes: Option<u64>,
     migration: Option<MigrationProgress>,
+    /// When all of the guest that is sent was, which stands still since then.
+    all_sent: Option<Instant>,
+    /// When the guest that was received went on.
+    went_on: Option<Instant>,
     former: Vec<FormerImage>,
     /// Why the work on one of its disks failed, while that on the others goes on.
     failure: Option<Problem>,
@@ -137,6 +141,8 @@ impl Job {
             backup: None,
             read_bytes: self.read_bytes,
             migration: self.migration,
+            all_sent_milliseconds: None,
+            went_on_milliseconds: None,
             former: self.former.clone(),
         }
     }
@@ -176,6 +182,7 @@ impl Jobs {
         let parts = disks.into_iter().map(part).collect();
         let (state, speed, quiesced) = (JobState::Waiting, Speed::default(), None);
         let (proof, backup, read_bytes, migration) = (None, None, None, None);
+        let (all_sent, went_on) = (None, None);
         let (pace, former, failure) = (CopyPace::default(), Vec::new(), None);
         let job = Job {
             spec,
@@ -188,6 +195,8 @@ impl Jobs {
             backup,
             read_bytes,
             migration,
+            all_sent,
+            went_on,
             former,
             failure,
         };
@@ -477,6 +486,20 @@ impl Jobs {
         job.migration = Some(progress);
     }
 
+    /// Records when QEMU had sent all of a task's guest; none where that is not known.
+    pub fn all_sent(&mut self, task: TaskId, at: Option<Instant>) {
+        if let Some(job) = self.0.get_mut(&task) {
+            job.all_sent = at;
+        }
+    }
+
+    /// Records when the guest that a task's job has received went on; none where it does not run.
+    pub fn went_on(&mut self, task: TaskId, at: Option<Instant>) {
+        if let Some(job) = self.0.get_mut(&task) {
+            job.went_on = at;
+        }
+    }
+
     /// Records that all of a VM is sent or received, or why it is not.
     pub fn migrated(&mut self, task: TaskId, result: Result<(), Problem>) {
         let Some(job) = self.0.get_mut(&task).filter(|job| job.is_at_work()) else { return };
@@ -513,13 +536,21 @@ impl Jobs {
     pub fn status(&self, task: TaskId) -> Result<JobStatus, Problem> {
         let job = self.0.get(&task).ok_or_else(|| Problem::not_found("job on this host", task))?;
         let (proof, backup) = (job.proof.clone(), job.backup.clone());
-        Ok(JobStatus { proof, backup, ..job.status(task) })
+        let all_sent_milliseconds = job.all_sent.filter(|_| job.holds_disks()).map(ago);
+        let went_on_milliseconds = job.went_on.map(ago);
+        let status = job.status(task);
+        Ok(JobStatus { proof, backup, all_sent_milliseconds, went_on_milliseconds, ..status })
     }
 
-    /// The status of all jobs, without what proofs have found.
+    /// The status of all jobs, without what only the answer to who asks for one has: what is large, and what changes all the time.
     pub fn statuses(&self) -> Vec<JobStatus> {
         self.0.iter().map(|(task, job)| job.status(*task)).collect()
     }
+}
+
+/// How long ago that was, in milliseconds.
+fn ago(then: Instant) -> u64 {
+    u64::try_from(then.elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -586,6 +617,32 @@ mod tests {
         jobs.made(two);
         assert_eq!(status(&jobs).state, JobState::Done);
         assert_eq!(jobs.activities().count(), 0);
+    }
+
+    #[test]
+    fn how_long_a_guest_stands_still_is_told_to_who_asks_and_is_no_other_state() {
+        let (task, disk) = (TaskId::new(), DiskId::new());
+        let send = JobSpec::Send(SendJob { disks: vec![disk], copies: Vec::new(), begin: None });
+        let mut jobs = Jobs::default();
+        jobs.begin(task, send);
+        let told = |jobs: &Jobs| {
+            let status = jobs.status(task).unwrap();
+            (status.all_sent_milliseconds, status.went_on_milliseconds)
+        };
+        assert_eq!(told(&jobs), (None, None));
+        let a_second_ago = Instant::now().checked_sub(Duration::from_secs(1));
+        jobs.all_sent(task, a_second_ago);
+        jobs.migrated(task, Ok(()));
+        let (all_sent, went_on) = told(&jobs);
+        assert!(all_sent.is_some_and(|ago| ago >= 1000) && went_on.is_none(), "{all_sent:?}");
+        let states = jobs.statuses();
+        assert_eq!((states[0].all_sent_milliseconds, states[0].went_on_milliseconds), (None, None));
+        jobs.cancel(task);
+        assert_eq!(told(&jobs), (None, None), "it goes on here");
+        jobs.went_on(task, a_second_ago);
+        let (all_sent, went_on) = told(&jobs);
+        assert!(went_on.is_some_and(|ago| ago >= 1000) && all_sent.is_none(), "{went_on:?}");
+        assert_eq!(jobs.statuses()[0].went_on_milliseconds, None);
     }
 
     #[test]

@@ -100,8 +100,9 @@ pub struct Migrated {
     pub passes: u64,
     /// How long the guest stood still while the rest of its memory was sent, in milliseconds, as QEMU measured it.
     pub downtime_milliseconds: u64,
-    /// How long it stood still after that, in milliseconds, until the server had heard that it goes on at the other host; none
-    /// where the server was restarted then.
+    /// How long it stood still after that, in milliseconds, until it went on at the other host, as the hosts say. Where the source does not
+    /// say it: from when the server had heard that all is sent until it had heard that the guest goes on. None where the server was
+    /// restarted then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub switch_milliseconds: Option<u64>,
     /// CPU time that the source's threads needed to read, seal and send it, in milliseconds; none where it did not say so.

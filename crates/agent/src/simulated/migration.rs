@@ -1,6 +1,7 @@
 //! Guests that are sent to other hosts, and received. Two simulated hosts share nothing: each has what the other would send.
 
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
 use vmseal_api::host::{
     ArrivingCopies, Departure, DisksSent, JobSpec, KeyState, MigrationProgress, Power, ReceiveJob,
@@ -35,6 +36,11 @@ impl SimulatedHost {
     /// It cannot connect to this port of another host any more.
     pub fn cut_off_from(&self, port: SocketAddr) {
         self.inside().cut_off.insert(port);
+    }
+
+    /// All of a guest that is sent from now on was sent so long before this host has noticed it.
+    pub fn set_stood_still(&self, before: Duration) {
+        self.inside().stood_still = before;
     }
 
     /// How a task sends a VM from here.
@@ -273,6 +279,7 @@ impl Inside {
         known.power = Power::Running;
         known.in_use = known.spec.disks().map(|disk| disk.disk).collect();
         known.jobs.committed(task);
+        known.jobs.went_on(task, Some(Instant::now()));
         let guest = RunningGuest::new(known.spec.clone());
         self.persisted.guests.insert(vm, guest);
         self.take_lease(vm, taken);
@@ -340,7 +347,11 @@ impl Inside {
             self.agent.publish(vm);
             return;
         }
+        let all_sent = Instant::now().checked_sub(self.stood_still);
         if let Ok(known) = self.known(vm) {
+            if sent && !at_rest {
+                known.jobs.all_sent(task, all_sent);
+            }
             let placed = Some(known.spec.memory).filter(|_| !at_rest);
             let disks = sent_of_copies(&known.spec, known.jobs.spec(task));
             let progress = match sent {

@@ -381,6 +381,8 @@ struct Inside {
     migration_address: SocketAddr,
     /// The ports of other hosts that it cannot connect to.
     cut_off: BTreeSet<SocketAddr>,
+    /// How long guests have stood still when all of their memory is sent, as this host says.
+    stood_still: Duration,
     /// The agent dies after it has written to one disk.
     halfway: bool,
 }
@@ -436,6 +438,7 @@ impl SimulatedHost {
             qemu: "simulated".to_owned(),
             migration_address: SocketAddr::from(([127, 0, 0, 1], 8445)),
             cut_off: BTreeSet::new(),
+            stood_still: Duration::ZERO,
             halfway: false,
         })))
     }

@@ -16,7 +16,7 @@
 mod at_rest;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -94,6 +94,8 @@ struct Loaded {
     disks: Vec<ArrivingDisk>,
     /// What of its memory this agent has placed; none where QEMU has loaded it.
     placed: Option<Placed>,
+    /// When its guest went on; none where it has not, or is paused.
+    went_on: Option<Instant>,
 }
 
 /// What has come.
@@ -198,10 +200,11 @@ impl Receiving {
             End::Agent => {}
             End::Forgotten => self.shared.states.publish(self.spec.vm, None),
             End::Runs(loaded) => {
-                let Loaded { running, plan, notices, .. } = *loaded;
+                let Loaded { running, plan, notices, went_on, .. } = *loaded;
                 let initial = Initial::Alive(Box::new(running));
                 let owner = Owner::new(self.shared, plan.spec.clone(), initial);
-                let owner = owner.with_key(self.kek).received(self.task, self.job, notices);
+                let owner = owner.with_key(self.kek);
+                let owner = owner.received((self.task, self.job), notices, went_on);
                 owner.publish();
                 owner.run(calls).await;
             }
@@ -458,11 +461,12 @@ impl Receiving {
 
 /// Puts the VM on record as running, and lets its guest go.
 async fn go(shared: &Shared, loaded: &mut Loaded) -> Result<(), Problem> {
-    let Loaded { running, plan, .. } = loaded;
+    let Loaded { running, plan, went_on, .. } = loaded;
     let recorded = shared.died.forget(plan.spec.vm).map_err(internal);
     let recorded = recorded.and_then(|()| running.write(&plan.spec));
     if !running.live.paused {
         running.qmp.execute("cont", Value::Null).await.map_err(internal)?;
+        *went_on = Some(Instant::now());
         announce(&running.qmp, plan.spec.vm).await;
     }
     recorded
@@ -599,7 +603,8 @@ impl Coming {
             Ok((running, notices)) => match arriving.end().await {
                 Ok(disks) => {
                     let placed = arriving.placed();
-                    Ok(Loaded { running, plan: plan.clone(), notices, disks, placed })
+                    let (plan, went_on) = (plan.clone(), None);
+                    Ok(Loaded { running, plan, notices, disks, placed, went_on })
                 }
                 Err(problem) => {
                     running.force_off().await;

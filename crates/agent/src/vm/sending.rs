@@ -61,6 +61,8 @@ pub struct Sent {
     link: Link,
     /// The disks that are copied.
     pub disks: Option<Box<DepartingDisks>>,
+    /// When QEMU had sent all of the memory; none where it does not say how long that took.
+    pub all_sent: Option<Instant>,
     /// How far it was when all of the memory was sent, and what counts the disks; none where none are copied.
     counted: Option<Box<(MigrationProgress, DisksMeter)>>,
     /// How long its guest may stand still.
@@ -247,15 +249,17 @@ async fn send_over(
     let name = pass(qmp, "migration", theirs).await.map_err(refuses)?;
     let compression = if guest.compresses { Compressed::Sent } else { Compressed::Never };
     let carried = link.carry_memory(ours, compression, None)?;
+    let began = Instant::now();
     if let Err(error) = qmp.execute("migrate", json!({"uri": format!("fd:{name}")})).await {
         take_back(qmp, &name).await;
         return Err(refuses(error));
     }
     let (mut sealing, mut told) = (link.sealing_meter(), None::<Instant>);
     let (mut still, mut rate) = (StandStill::of(guest.downtime_milliseconds), 0);
-    let mut took = None;
+    let (mut took, mut all_sent) = (None, None);
     let tell = |state: &Value| {
         let progress = progress_of(state);
+        all_sent = sent_at(&progress, began);
         // Not each answer has one, nor a time.
         rate = if progress.rate > 0 { progress.rate } else { rate };
         took = progress.memory_milliseconds.or(took);
@@ -284,7 +288,15 @@ async fn send_over(
     }
     still.all_sent(rate);
     let counted = meter.map(|meter| Box::new((*report.borrow(), meter)));
-    Ok(Sent { link, disks, counted, still })
+    Ok(Sent { link, disks, all_sent, counted, still })
+}
+
+/// When QEMU had sent all of the memory, if it has and says how long that took; its downtime ends then. It is asked at intervals, and so
+/// says it later. QEMU has begun a moment after `began`, when it had the command: the time that is returned is rather too early than
+/// too late.
+fn sent_at(progress: &MigrationProgress, began: Instant) -> Option<Instant> {
+    let took = progress.memory_milliseconds.filter(|_| progress.all_sent)?;
+    began.checked_add(Duration::from_millis(took))
 }
 
 /// How long QEMU may answer nothing: it does not while it sends the rest of the memory. A guest that is held is noticed before.
@@ -326,4 +338,21 @@ async fn copy_disks(
     };
     link.send(&Message::Copied).await?;
     Ok(disks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_is_sent_when_qemu_says_so_and_not_when_it_is_asked() {
+        let began = Instant::now();
+        let told = |status: &str, took: u64| {
+            let progress = progress_of(&json!({"status": status, "total-time": took}));
+            sent_at(&progress, began)
+        };
+        assert_eq!(told("active", 1500), None);
+        assert_eq!(told("completed", 0), None, "it has not measured it yet");
+        assert_eq!(told("completed", 1500), Some(began + Duration::from_millis(1500)));
+    }
 }

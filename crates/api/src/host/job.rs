@@ -642,6 +642,13 @@ pub struct JobStatus {
     /// How far a VM is that is sent, or how one was received; none for other jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<MigrationProgress>,
+    /// How long ago QEMU had sent all of a guest, which stands still since then, in milliseconds; none before that, where QEMU does not say
+    /// it, and from earlier agents. It grows all the time: like a proof, it is in the answer to who asks for the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub all_sent_milliseconds: Option<u64>,
+    /// The same of a guest that was received: how long ago it went on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub went_on_milliseconds: Option<u64>,
     /// What has become of former images that were removed; empty for other jobs, and from agents that do not say it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub former: Vec<FormerImage>,

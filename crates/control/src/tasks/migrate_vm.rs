@@ -17,11 +17,13 @@ mod cause;
 pub(crate) mod left;
 pub(super) mod new_vm;
 mod reach;
+mod standstill;
 mod undecided;
 pub(super) mod watched;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 use async_trait::async_trait;
 use base64::Engine;
@@ -537,8 +539,13 @@ async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
     let at_once = run.vm().await?.host != ends.to;
     let job = JobSpec::Receive(checked.received());
     destination.commit_job(run.vm_id, run.task.id, job).await?;
+    let (committed, now) = (Instant::now(), Timestamp::now());
+    let said = match at_once {
+        true => standstill::asked(run, (ends.from, Some(ends.to)), committed).await,
+        false => None,
+    };
     let began = checked.began.unwrap_or(run.task.created);
-    let migrated = watched.ended(began, Timestamp::now(), at_once);
+    let migrated = watched.ended(began, now, at_once, said);
     record(run, &ends, &checked, migrated).await?;
     let state = run.host_state(ends.to, None).await?;
     run.hosts().until_shown(ends.to, &state).await;

@@ -9,6 +9,7 @@
 //! A guest that is handed over goes on when the server cancels, and never by itself: the other host may have it.
 
 use std::ffi::OsStr;
+use std::time::Instant;
 
 use serde_json::Value;
 use tokio::task::spawn_blocking;
@@ -39,11 +40,17 @@ use crate::vm::to_copy::{Departing, ToCopy};
 use crate::vm::{internal, tpm};
 
 impl Owner {
-    /// The guest has run here since it was received: the job of that is done.
+    /// The guest has run here since it was received, and `went_on` then: the job of that is done.
     #[must_use]
-    pub fn received(mut self, task: TaskId, job: JobSpec, notices: Vec<Notice>) -> Self {
+    pub fn received(
+        mut self,
+        (task, job): (TaskId, JobSpec),
+        notices: Vec<Notice>,
+        went_on: Option<Instant>,
+    ) -> Self {
         self.jobs.begin(task, job);
         self.jobs.committed(task);
+        self.jobs.went_on(task, went_on);
         self.tell_received();
         self.header_notices = notices;
         self.serves_sizes = true;
@@ -225,7 +232,10 @@ impl Owner {
                     running.sending = None;
                 }
                 let handed_over = match sent {
-                    Ok(sent) => self.hand_over(sent).await,
+                    Ok(sent) => {
+                        self.jobs.all_sent(task, sent.all_sent);
+                        self.hand_over(sent).await
+                    }
                     Err(problem) => Err(problem),
                 };
                 match &handed_over {

@@ -14,7 +14,7 @@
 mod at_rest;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use base64::Engine;
@@ -35,7 +35,8 @@ use vmseal_secret::{SecretBytes, sealed_box};
 use super::cause::{OtherHostWait, Said, Verdict, at_source, judge};
 use super::watched::{self, Watched};
 use super::{
-    NewSession, STREAMS, agent_of, end_at_source, has_sent, left, nonce, running_disks, tell_pace,
+    NewSession, STREAMS, agent_of, end_at_source, has_sent, left, nonce, running_disks, standstill,
+    tell_pace,
 };
 use crate::hosts::{is_silence, keys};
 use crate::operation::Operation;
@@ -468,9 +469,14 @@ async fn switch(run: &Run<'_>) -> Result<Option<Migrated>, StepError> {
         // Whatever it says: that is not what became of the guest.
         Err(problem) => return Err(StepError::Again(problem)),
     };
+    let (committed, now) = (Instant::now(), Timestamp::now());
     let watched = watched.with_placed(arrived.placed);
+    let said = match route.at_rest {
+        true => None,
+        false => standstill::asked(run, (route.from, None), committed).await,
+    };
     // Of one that is off no guest stood still, and no memory was sent.
-    let migrated = watched.ended(checked.began, Timestamp::now(), true).filter(|_| !route.at_rest);
+    let migrated = watched.ended(checked.began, now, true, said).filter(|_| !route.at_rest);
     leave(run).await?;
     Ok(migrated)
 }

@@ -1,6 +1,8 @@
 //! How far a migration is, as its task shows it, and how it went. The first is in memory alone; of the second the task keeps what
 //! was measured when all was sent, and what follows from it.
 
+use std::time::Duration;
+
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use vmseal_api::host::{HostState, MigrationProgress};
@@ -17,7 +19,7 @@ use crate::tasks::step::Step;
 pub(super) struct Watched {
     /// What its source measured last; none where its agent has restarted since.
     progress: Option<MigrationProgress>,
-    /// Since when the guest stands still with all of its memory sent; none where this server has not seen it begin.
+    /// When this server had heard that all of the memory is sent: the guest stands still for longer. None where it has not seen it begin.
     all_sent: Option<Timestamp>,
     /// What the destination has placed of the memory; none where that is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,14 +68,18 @@ impl Watched {
     }
 
     /// How the migration went that began then, and whose guest has been heard to run at the destination now, where that was
-    /// heard at once.
+    /// heard at once. The hosts have `said` how long the guest stood still when all was sent, if they do.
     pub(super) fn ended(
         &self,
         began: Timestamp,
         now: Timestamp,
         at_once: bool,
+        said: Option<Duration>,
     ) -> Option<Migrated> {
         let progress = self.progress?;
+        let said = said.map(|said| u64::try_from(said.as_millis()).unwrap_or(u64::MAX));
+        // Without the time until this server had heard that all was sent.
+        let heard = self.all_sent.map(|since| milliseconds(since, now));
         Some(Migrated {
             milliseconds: milliseconds(began, now),
             sent: progress.sent,
@@ -81,10 +87,7 @@ impl Watched {
             disks: progress.disks,
             passes: progress.passes,
             downtime_milliseconds: progress.downtime_milliseconds,
-            switch_milliseconds: self
-                .all_sent
-                .filter(|_| at_once)
-                .map(|since| milliseconds(since, now)),
+            switch_milliseconds: said.or(heard).filter(|_| at_once),
             sealing_milliseconds: progress.sealing.map(|sealing| sealing.cpu_milliseconds),
             placed: self.placed,
             encrypted: None,
@@ -148,13 +151,24 @@ mod tests {
         let progress = MigrationProgress { sent: 7, passes: 2, ..MigrationProgress::default() };
         let all_sent = Some(at(3000));
         let seen = Watched { progress: Some(progress), all_sent, placed: None };
-        let ended = seen.ended(at(1000), at(3050), true).unwrap();
+        let ended = seen.ended(at(1000), at(3050), true, None).unwrap();
         assert_eq!((ended.milliseconds, ended.sent, ended.passes), (2050, 7, 2));
         assert_eq!(ended.switch_milliseconds, Some(50));
         assert_eq!(ended.sealing_milliseconds, None);
         // The clock was set back.
-        assert_eq!(seen.ended(at(1000), at(10), true).unwrap().milliseconds, 0);
-        assert_eq!(seen.ended(at(1000), at(9000), false).unwrap().switch_milliseconds, None);
-        assert!(Watched::default().ended(at(1000), at(9000), true).is_none());
+        assert_eq!(seen.ended(at(1000), at(10), true, None).unwrap().milliseconds, 0);
+        assert_eq!(seen.ended(at(1000), at(9000), false, None).unwrap().switch_milliseconds, None);
+        assert!(Watched::default().ended(at(1000), at(9000), true, None).is_none());
+    }
+
+    #[test]
+    fn what_the_hosts_say_of_the_standstill_counts_and_not_what_the_server_has_heard() {
+        let progress = Some(MigrationProgress::default());
+        let said = Some(Duration::from_millis(63));
+        for all_sent in [Some(at(3000)), None] {
+            let seen = Watched { progress, all_sent, placed: None };
+            let ended = seen.ended(at(1000), at(3050), true, said).unwrap();
+            assert_eq!(ended.switch_milliseconds, Some(63), "{all_sent:?}");
+        }
     }
 }

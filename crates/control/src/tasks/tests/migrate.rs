@@ -334,6 +334,40 @@ async fn a_task_shows_how_far_a_migration_is_and_tells_how_it_went() {
 }
 
 #[tokio::test]
+async fn how_long_a_guest_stood_still_is_what_its_hosts_say() {
+    #[derive(Clone, Copy, Debug)]
+    enum Silent {
+        Nobody,
+        Source,
+        Destination,
+    }
+    for fault in [HostFault::LoseRequest, HostFault::Refuse(ErrorCode::NotFound)] {
+        for silent in [Silent::Nobody, Silent::Source, Silent::Destination] {
+            let what = format!("{fault:?}: {silent:?}");
+            let fixture = Fixture::new().await;
+            let vm = Disks::Shared.before(&fixture).await;
+            fixture.agent.set_stood_still(Duration::from_secs(10));
+            match silent {
+                Silent::Nobody => {}
+                Silent::Source => fixture.agent.inject(Call::Job, 1, fault),
+                Silent::Destination => fixture.agent_of(OTHER_HOST).inject(Call::Job, 1, fault),
+            }
+            let task = fixture.begin(Disks::Shared.operation(&fixture, vm).await, "web").await;
+            assert_eq!(fixture.ended(task).await.state, TaskState::Done, "{what}");
+            let migrated = fixture.engine.shown(&fixture.task(task).await).migrated.unwrap();
+            let switch = migrated.switch_milliseconds.unwrap();
+            let all = migrated.milliseconds;
+            match silent {
+                // By its own clock.
+                Silent::Source => assert!(switch <= all, "{what}: {switch} of {all} ms"),
+                // Whole milliseconds are told.
+                _ => assert!(switch >= 9_990, "{what}: {switch} ms"),
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_task_tells_apart_what_was_sent_of_the_memory_and_of_disks() {
     let fixture = Fixture::new().await;
     let vm = Disks::Copied.before(&fixture).await;
