@@ -16,6 +16,8 @@ use super::*;
 use crate::services::{guests, set_policy, set_vm};
 use crate::testing::Fixture;
 
+mod refused_hosts;
+
 async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
     let services = fixture.services(Recipient::generate().unwrap());
     let (host, datastore) = (host.map(str::to_owned), place.map(str::to_owned));
