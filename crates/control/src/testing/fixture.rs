@@ -447,6 +447,7 @@ impl Fixture {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             name: name.to_owned(),
             policy: policy.to_owned(),
             vcpus: 1,
