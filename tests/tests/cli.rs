@@ -79,7 +79,8 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     let said = String::from_utf8_lossy(&empty.stderr).into_owned();
     assert!(empty.stdout.is_empty() && said.starts_with("no images"), "{said}");
     here.vmseal(&create("b", "encrypted", DISK)).unwrap();
-    here.vmseal(&create("a", "plain", DISK)).unwrap();
+    let required = ["--migration-encryption", "required"];
+    here.vmseal(&[&create("a", "plain", DISK)[..], &required].concat()).unwrap();
 
     let files = ["keys.backup", "passphrase"].map(|name| here.path(name));
     let [backup, passphrase] = files.each_ref().map(|path| text(path).unwrap());
@@ -131,6 +132,10 @@ fn scripts_can_tell_failures_apart_and_read_every_format() {
     assert_eq!(
         here.vmseal(&["vm", "list", "-o", "csv", "-c", "name,memory,policy"]).unwrap(),
         "name,memory,policy\na,33554432,plain\nb,33554432,encrypted\n"
+    );
+    assert_eq!(
+        here.vmseal(&["vm", "list", "-o", "csv", "-c", "name,migration-encryption"]).unwrap(),
+        "name,migration-encryption\na,required\nb,opportunistic\n"
     );
     let json = here.json(&["vm", "list"]).unwrap();
     assert_eq!((&json[0]["name"], &json[1]["name"]), (&"a".into(), &"b".into()));

@@ -252,12 +252,15 @@ fn a_vm_is_launched_from_an_image_and_ssh_is_told_where_it_is() {
     // A guest whose cable is out runs, and is not waited for.
     here.vmseal(&["vm", "delete", "web1"]).unwrap();
     let counter = here.counter_image().unwrap();
-    let more = ["--ssh-key", public, "--nic=user,forward=tcp:22,link=down", "--timeout=20s"];
+    let card = "--nic=user,forward=tcp:22,link=down";
+    let more = ["--ssh-key", public, card, "--migration-encryption=required", "--timeout=20s"];
     let launch = command(text(&counter).unwrap(), &more);
     let plan = here.vmseal(&[&launch[..], &["--dry-run"]].concat()).unwrap();
     assert!(plan.contains("wait for nothing more"), "{plan}");
     let said = here.vmseal(&launch).unwrap();
     assert!(said.contains("vmseal nic set web1 nic0 --link up"), "{said}");
-    assert_eq!(here.vm("web1").unwrap()["power"], "running");
+    let vm = here.vm("web1").unwrap();
+    assert_eq!(vm["power"], "running");
+    assert_eq!(vm["migration_encryption"], "required");
     here.vmseal(&["vm", "stop", "web1", "--force"]).unwrap();
 }

@@ -20,6 +20,12 @@ impl MigrationEncryption {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Disabled, Self::Opportunistic, Self::Required];
 
+    /// Whether it is that of a VM of which nothing is said.
+    #[must_use]
+    pub fn is_usual(&self) -> bool {
+        *self == Self::default()
+    }
+
     /// Its name.
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -256,6 +256,9 @@ pub struct CreateVm {
     /// Whether it is started after its host has rebooted, once its key is there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub autostart: bool,
+    /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
+    #[serde(default, skip_serializing_if = "MigrationEncryption::is_usual")]
+    pub migration_encryption: MigrationEncryption,
     /// The network cards, in the order in which the guest finds them; none where nothing is said.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<CreateNic>,
@@ -704,4 +707,30 @@ pub struct StopVm {
     /// How long the guest may take to shut down, in seconds, before the task fails.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{from_value, json, to_value};
+
+    use super::*;
+
+    /// A server of an earlier version refuses what it does not know, and is asked for nothing that a new VM has there anyway.
+    #[test]
+    fn a_new_vm_asks_earlier_servers_for_nothing_that_is_usual() {
+        let usual =
+            json!({ "name": "web", "policy": "plain", "vcpus": 1, "memory": 1 << 25, "disks": [] });
+        let asked: CreateVm = from_value(usual.clone()).unwrap();
+        assert_eq!(asked.migration_encryption, MigrationEncryption::Opportunistic);
+        assert_eq!(to_value(&asked).unwrap(), usual);
+        for mode in [MigrationEncryption::Disabled, MigrationEncryption::Required] {
+            let other = CreateVm { migration_encryption: mode, ..asked.clone() };
+            let sent = to_value(&other).unwrap();
+            assert_eq!(sent["migration_encryption"], mode.name());
+            assert_eq!(from_value::<CreateVm>(sent).unwrap(), other);
+        }
+        let mut unknown = usual;
+        unknown["of_a_later_version"] = json!(true);
+        assert!(from_value::<CreateVm>(unknown).is_err(), "it is ignored");
+    }
 }

@@ -183,6 +183,7 @@ async fn an_encrypted_vm_through_the_command_lines_client_and_a_restart_of_the_s
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        migration_encryption: Default::default(),
         cloud_init: None,
         uefi_variables: None,
         tpm_state: None,

@@ -253,34 +253,16 @@ pub async fn out(qmp: &Qmp, device: &str) -> Result<bool, QmpError> {
 mod tests {
     use std::fs::File;
 
-    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-    use tokio::net::UnixListener;
     use vmseal_api::host::NicState;
     use vmseal_api::nic::NicBackend;
 
     use super::*;
-
-    /// A monitor that takes every command; gives them when its connection ends.
-    async fn take_all(listener: UnixListener) -> Vec<Value> {
-        let (reader, mut writer) = listener.accept().await.unwrap().0.into_split();
-        writer.write_all(b"{\"QMP\": {}}\n").await.unwrap();
-        let (mut lines, mut taken) = (BufReader::new(reader).lines(), Vec::new());
-        while let Ok(Some(line)) = lines.next_line().await {
-            let command: Value = serde_json::from_str(&line).unwrap();
-            let answer = json!({"return": {}, "id": command["id"]});
-            writer.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
-            taken.push(command);
-        }
-        taken
-    }
+    use crate::hypervisor::qmp::recording;
 
     /// Also on a machine whose kernel has no vhost-net.
     #[tokio::test]
     async fn the_kernel_moves_the_frames_of_a_card_that_is_plugged_in() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("qmp");
-        let monitor = tokio::spawn(take_all(UnixListener::bind(&path).unwrap()));
-        let (qmp, _events) = Qmp::connect(&path).await.unwrap();
+        let (qmp, monitor) = recording::connect().await;
         let files = || Vec::from([(); 2].map(|()| File::open("/dev/null").unwrap()));
         let spec = NicSpec {
             nic: NicId::new(),

@@ -1,12 +1,19 @@
-//! What network cards are connected to: a simulated host has every bridge and tap whose name does not begin with `missing`, and
-//! guests that run have what theirs are connected to.
+//! What network cards are connected to: a simulated host has every bridge and tap that was not taken from it and whose name does not
+//! begin with `missing`, and guests that run have what theirs are connected to.
 
 use vmseal_api::host::NicSpec;
 use vmseal_api::nic::{NicBackend, PortForward};
 use vmseal_api::problem::{ErrorCode, Problem};
 
-use super::Inside;
+use super::{Inside, SimulatedHost};
 use crate::hypervisor::network;
+
+impl SimulatedHost {
+    /// Takes a bridge or a tap from it. Guests that run keep what they are connected to.
+    pub fn lack_network(&self, name: &str) {
+        self.inside().lacks_networks.insert(name.to_owned());
+    }
+}
 
 impl Inside {
     /// Checks that a card could be connected.
@@ -16,7 +23,7 @@ impl Inside {
         };
         match &nic.backend {
             NicBackend::Bridge { bridge: name } | NicBackend::Tap { tap: name }
-                if name.starts_with("missing") =>
+                if name.starts_with("missing") || self.lacks_networks.contains(name) =>
             {
                 refused(ErrorCode::WrongState, format!("there is no '{name}'"))
             }

@@ -86,6 +86,9 @@ use storage::Storage;
 /// The default duration of simulated work: long enough for a caller to see it begin.
 const WORK: Duration = Duration::from_millis(5);
 
+/// The memory of a simulated host, in bytes, unless a test sets another one.
+const MEMORY: u64 = 64 << 30;
+
 /// The room of a simulated datastore, in bytes.
 const CAPACITY: u64 = 1 << 40;
 
@@ -345,6 +348,10 @@ struct Inside {
     lacks_swtpm: bool,
     /// How much memory is set aside as huge pages, in bytes.
     huge_pages: u64,
+    /// How much memory it reports, in bytes.
+    memory: u64,
+    /// The bridges and taps that it lacks, beside those that every simulated host lacks.
+    lacks_networks: BTreeSet<String>,
     /// Whether guests do not let devices go.
     keeps_devices: bool,
     /// How often the machine was rebooted.
@@ -415,6 +422,8 @@ impl SimulatedHost {
             full: false,
             lacks_swtpm: false,
             huge_pages: u64::MAX,
+            memory: MEMORY,
+            lacks_networks: BTreeSet::new(),
             keeps_devices: false,
             boots: 0,
             free: None,
@@ -531,6 +540,11 @@ impl SimulatedHost {
     /// Takes swtpm from the host, which TPMs of VMs come from.
     pub fn lack_swtpm(&self) {
         self.inside().lacks_swtpm = true;
+    }
+
+    /// Sets how much memory it reports, in bytes.
+    pub fn set_memory(&self, bytes: u64) {
+        self.inside().memory = bytes;
     }
 
     /// Sets how much memory is set aside as huge pages, in bytes.
@@ -727,7 +741,7 @@ impl Inside {
             accelerator: self.accelerator.clone(),
             qemu: self.qemu.clone(),
             cpus: 8,
-            memory: 64 << 30,
+            memory: self.memory,
             aes_hardware: true,
             run_dir: "/run/vmseal".to_owned(),
             transfer_directories: vec!["/".to_owned()],

@@ -481,6 +481,21 @@ pub fn progress_of(state: &Value) -> MigrationProgress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hypervisor::qmp::recording;
+
+    #[tokio::test]
+    async fn qemu_is_told_to_slow_guests_down_that_change_memory_faster_than_it_is_sent() {
+        let (qmp, monitor) = recording::connect().await;
+        set_capabilities(&qmp).await.unwrap();
+        drop(qmp);
+        let taken = monitor.await.unwrap();
+        let sets = |it: &&Value| it["execute"] == "migrate-set-capabilities";
+        let set: Vec<_> = taken.iter().filter(sets).collect();
+        let [set] = &set[..] else { panic!("{taken:?}") };
+        let on = json!({"capability": "auto-converge", "state": true});
+        let capabilities = set["arguments"]["capabilities"].as_array().unwrap();
+        assert!(capabilities.contains(&on), "{set}");
+    }
 
     #[test]
     fn a_data_key_is_told_under_the_vms_key_for_one_disk_of_one_migration() {

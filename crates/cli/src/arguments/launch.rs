@@ -8,6 +8,7 @@ use vmseal_api::transfer::ImageFormat;
 
 use super::DryRun;
 use super::hardware::HardwareOptions;
+use super::migration_encryption::EncryptionOfMigrations;
 use super::wait::duration;
 use crate::size::parse_size;
 
@@ -45,6 +46,8 @@ pub struct Launch {
     pub nics: Vec<String>,
     #[command(flatten)]
     pub hardware: HardwareOptions,
+    #[command(flatten)]
+    pub migration: EncryptionOfMigrations,
     #[command(flatten)]
     pub first_boot: FirstBoot,
     /// How long to wait for the guest's SSH server (90s, 5m); it goes on booting after that

@@ -20,6 +20,7 @@ mod kmip;
 mod lab;
 mod launch;
 mod listen;
+mod migration_encryption;
 mod nic;
 mod passphrase;
 mod policy;

@@ -7,6 +7,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use vmseal_api::model;
 
 use super::hardware::{HardwareOptions, OnCrash};
+use super::migration_encryption::{EncryptionOfMigrations, MigrationEncryption};
 use super::wait::duration;
 use super::{
     BootDevice, Cdrom, Console, DryRun, DumpFormat, FirstBoot, Guest, Launch, List, Prove, Show,
@@ -63,6 +64,8 @@ pub enum Vm {
         hardware: HardwareOptions,
         #[command(flatten)]
         about: About,
+        #[command(flatten)]
+        migration: EncryptionOfMigrations,
         #[command(flatten)]
         first_boot: FirstBoot,
         #[command(flatten)]
@@ -548,24 +551,6 @@ pub struct SetVm {
     pub yes: bool,
     #[command(flatten)]
     pub dry_run: DryRun,
-}
-
-/// Whether what a VM is sent with to another host is encrypted.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum MigrationEncryption {
-    Disabled,
-    Opportunistic,
-    Required,
-}
-
-impl From<MigrationEncryption> for vmseal_api::migration::MigrationEncryption {
-    fn from(mode: MigrationEncryption) -> Self {
-        match mode {
-            MigrationEncryption::Disabled => Self::Disabled,
-            MigrationEncryption::Opportunistic => Self::Opportunistic,
-            MigrationEncryption::Required => Self::Required,
-        }
-    }
 }
 
 /// What happens to a VM that runs when its host is emptied.

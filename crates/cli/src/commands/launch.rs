@@ -82,6 +82,7 @@ pub async fn run(server: &ServerClient, output: Output, mut options: Launch) -> 
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        migration_encryption: options.migration.mode(),
         cloud_init,
         uefi_variables: None,
         tpm_state: None,

@@ -143,7 +143,7 @@ async fn reserve(
         description: request.description.clone(),
         labels: request.labels.clone(),
         autostart: request.autostart,
-        migration_encryption: Default::default(),
+        migration_encryption: request.migration_encryption,
         on_drain: Default::default(),
         template: false,
         host: host.id,
@@ -585,3 +585,6 @@ pub(super) async fn replica(
     place.check(image).map_err(|(_, what)| refused(what))?;
     Ok(Some((place, name)))
 }
+
+#[cfg(test)]
+mod tests;

@@ -315,6 +315,18 @@ impl Fixture {
         self.connected().await;
     }
 
+    /// The agent of a host restarts, and the server has seen what it says of its host now.
+    pub async fn restart_agent(&self, host: HostId, agent: &SimulatedHost) {
+        agent.restart();
+        let now = agent.describe().await.unwrap().incarnation;
+        self.eventually("the server sees the agent's new run", async || {
+            let view = self.hosts.view(host);
+            let is_seen = view.description.is_some_and(|it| it.incarnation == now);
+            (is_seen && self.hosts.connected(host).is_ok()).then_some(())
+        })
+        .await;
+    }
+
     pub async fn connected(&self) {
         self.eventually("the host is connected", async || {
             self.hosts.connected(self.host).is_ok().then_some(())
@@ -435,6 +447,7 @@ impl Fixture {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             name: name.to_owned(),
             policy: policy.to_owned(),
             vcpus: 1,

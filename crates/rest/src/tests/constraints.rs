@@ -118,6 +118,7 @@ fn of_vms() -> Vec<Try> {
     let long = json!("x".repeat(DESCRIPTION_MAX + 1));
     let told = json!({ "user": "me", "ssh_keys": [KEY, KEY], "password_hash": HASH });
     let new = with(&vm_with("/name", json!("two")), "/description", json!("of a test"));
+    let new = with(&new, "/migration_encryption", json!("required"));
     let user_data = |text: &str| json!({ "user_data": text });
     vec![
         Try {

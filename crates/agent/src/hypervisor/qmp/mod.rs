@@ -8,6 +8,8 @@
 //! the connection ends, every waiting call ends with [`QmpError::Closed`] and the event stream ends.
 
 mod line;
+#[cfg(test)]
+pub(crate) mod recording;
 mod wire;
 
 use std::collections::HashMap;

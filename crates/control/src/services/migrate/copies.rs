@@ -407,6 +407,7 @@ mod tests {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             name: "web".to_owned(),
             policy: "encrypted".to_owned(),
             vcpus: 1,

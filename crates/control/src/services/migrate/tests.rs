@@ -16,6 +16,8 @@ use super::*;
 use crate::services::{guests, set_policy, set_vm};
 use crate::testing::Fixture;
 
+mod refused_hosts;
+
 async fn plan(fixture: &Fixture, host: Option<&str>, place: Option<&str>) -> Result<Plan, Problem> {
     let services = fixture.services(Recipient::generate().unwrap());
     let (host, datastore) = (host.map(str::to_owned), place.map(str::to_owned));
@@ -73,7 +75,7 @@ async fn a_vm_without_a_key_goes_in_the_clear_where_its_mode_allows_it() {
     let told = planned(&fixture, None, None).await;
     assert!(told.contains("cannot encrypt what is sent: upgrade vmseal there"), "{told}");
 
-    // What was sent in the clear is said of the task.
+    // What was sent in the clear is said of the task, and by the event.
     encrypts(&fixture, MigrationEncryption::Opportunistic).await;
     let services = fixture.services(Recipient::generate().unwrap());
     let (caller, request) = (Caller::administrator("me"), MigrateVm::default());
@@ -83,6 +85,11 @@ async fn a_vm_without_a_key_goes_in_the_clear_where_its_mode_allows_it() {
     fixture.ends_well(task.id).await;
     let shown = fixture.engine.shown(&fixture.task(task.id).await);
     assert_eq!(shown.migrated.unwrap().encrypted, Some(false));
+    let told = fixture.events("vm.migrated").await;
+    let [event] = &told[..] else { panic!("{told:?}") };
+    assert_eq!(event.target, "web");
+    let said = "from host 'here' to host 'old', not encrypted";
+    assert!(event.detail.starts_with(said), "{event:?}");
 }
 
 #[tokio::test]

@@ -74,6 +74,7 @@ impl Bench {
             description: String::new(),
             labels: Default::default(),
             autostart: false,
+            migration_encryption: Default::default(),
             nics: Vec::new(),
             hardware: Default::default(),
             cloud_init: None,

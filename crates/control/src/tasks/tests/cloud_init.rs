@@ -41,6 +41,7 @@ pub async fn create(fixture: &Fixture, name: &str) -> (VmId, TaskId) {
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        migration_encryption: Default::default(),
         cloud_init: Some(CloudInit { user_data, ..CloudInit::default() }),
         uefi_variables: None,
         tpm_state: None,

@@ -7,6 +7,7 @@ mod in_the_clear;
 mod killed;
 mod left;
 mod rebooted;
+mod refused_hosts;
 mod with_snapshots;
 mod with_tpm;
 

@@ -25,6 +25,7 @@ pub(super) fn request(policy: &str) -> CreateVm {
         description: String::new(),
         labels: Default::default(),
         autostart: false,
+        migration_encryption: Default::default(),
         name: "web".to_owned(),
         policy: policy.to_owned(),
         vcpus: 1,

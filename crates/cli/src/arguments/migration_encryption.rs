@@ -1,0 +1,36 @@
+//! Whether what VMs are sent with to other hosts is encrypted.
+
+use clap::{Args, ValueEnum};
+
+/// What is said of that for a new VM.
+#[derive(Args)]
+pub struct EncryptionOfMigrations {
+    /// Whether what it is sent with to another host is encrypted; that of an encrypted VM always is. `opportunistic` is where both
+    /// hosts can [default: opportunistic]
+    #[arg(long, value_enum, value_name = "MODE")]
+    pub migration_encryption: Option<MigrationEncryption>,
+}
+
+impl EncryptionOfMigrations {
+    pub fn mode(&self) -> vmseal_api::migration::MigrationEncryption {
+        self.migration_encryption.map(Into::into).unwrap_or_default()
+    }
+}
+
+/// Whether what a VM is sent with to another host is encrypted.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MigrationEncryption {
+    Disabled,
+    Opportunistic,
+    Required,
+}
+
+impl From<MigrationEncryption> for vmseal_api::migration::MigrationEncryption {
+    fn from(mode: MigrationEncryption) -> Self {
+        match mode {
+            MigrationEncryption::Disabled => Self::Disabled,
+            MigrationEncryption::Opportunistic => Self::Opportunistic,
+            MigrationEncryption::Required => Self::Required,
+        }
+    }
+}
