@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::experiment::measured;
 use crate::installation::next_address;
 use crate::process::{has_ended, kill_hard, using};
 use crate::{eventually, program};
@@ -65,16 +67,7 @@ impl Cluster {
     /// Runs an experiment, given as its file has it, on disks in this cluster. What the report says of it.
     #[must_use]
     pub fn measured(&self, experiment: &str) -> Value {
-        let home = tempfile::tempdir().unwrap();
-        let (file, report) = (home.path().join("mine.toml"), home.path().join("report.json"));
-        std::fs::write(&file, experiment).unwrap();
-        let mut command = Command::new(program("vmseal").unwrap());
-        command.args(["lab", "run"]).arg(&file).arg("--report").arg(&report);
-        command.arg("--ceph-directory").arg(self.directory()).stdin(Stdio::null());
-        let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", said(&output));
-        let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
-        report["experiments"][0].clone()
+        measured(experiment, [OsStr::new("--ceph-directory"), self.directory().as_os_str()])
     }
 
     /// Runs a verb.

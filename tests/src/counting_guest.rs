@@ -14,7 +14,7 @@ pub const SECRET: &str = "VMSEAL-SECRET-9";
 /// Where the marker is, in MiB.
 pub const MARKER_AT: u32 = 60;
 /// Where the numbers are, in MiB.
-const COUNTER_AT: u32 = 61;
+pub const COUNTER_AT: u32 = 61;
 
 /// An installation with this guest in a running VM.
 #[must_use]

@@ -40,27 +40,52 @@ pub fn seeded() -> fastrand::Rng {
 /// More moments than any operation has.
 pub const MOMENTS_MAX: usize = 60;
 
-/// Disturbs one of these operations at one of its moments, chosen by `random`; with `VMSEAL_ALL`, each of them at every moment. `moments` is how
-/// many a run chooses from, `victims` what can die, and `disturbed` says whether the operation has the moment.
+/// At which of its moments a task has something die. They are counted from 0 on, before and after each step that is done or undone.
+#[derive(Clone, Copy, Debug)]
+pub enum Moment {
+    /// At this one, if it has so many.
+    Number(usize),
+    /// At one of all that it has: this number chooses.
+    OneOfAll(usize),
+}
+
+impl Moment {
+    /// One of all, whatever is disturbed: how many there are is known when it has begun.
+    #[must_use]
+    pub fn chosen(random: &mut fastrand::Rng) -> Self {
+        Self::OneOfAll(random.usize(..))
+    }
+
+    /// Its number, where there are so many.
+    #[must_use]
+    pub fn of(self, moments: usize) -> usize {
+        match self {
+            Self::Number(number) => number,
+            Self::OneOfAll(chooses) => chooses % moments,
+        }
+    }
+}
+
+/// Disturbs one of these operations at one of all its moments, chosen by `random`; with `VMSEAL_ALL`, each of them at every moment. `victims` is
+/// what can die, and `disturbed` says whether the operation has the moment.
 pub fn disturb_one_or_all<Operation: Copy + Debug, Dies: Copy + 'static>(
     random: &mut fastrand::Rng,
     operations: &[Operation],
-    moments: impl Fn(Operation) -> usize,
     victims: impl Fn(Operation) -> &'static [Dies],
-    mut disturbed: impl FnMut(Operation, (Dies, usize)) -> bool,
+    mut disturbed: impl FnMut(Operation, (Dies, Moment)) -> bool,
 ) {
     if !all_of_all() {
         let operation = operations[random.usize(..operations.len())];
-        let (victims, moment) = (victims(operation), random.usize(..moments(operation)));
+        let (victims, moment) = (victims(operation), Moment::chosen(random));
         let victim = victims[random.usize(..victims.len())];
-        assert!(disturbed(operation, (victim, moment)), "{operation:?} has fewer moments");
+        assert!(disturbed(operation, (victim, moment)), "nothing died in {operation:?}");
         return;
     }
     for operation in operations {
         for moment in 0..MOMENTS_MAX {
             let mut reached = false;
             for victim in victims(*operation) {
-                reached |= disturbed(*operation, (*victim, moment));
+                reached |= disturbed(*operation, (*victim, Moment::Number(moment)));
             }
             if !reached {
                 break;
@@ -73,21 +98,23 @@ pub fn disturb_one_or_all<Operation: Copy + Debug, Dies: Copy + 'static>(
 pub struct Ended {
     /// The step before or after which it was; none where the task has fewer.
     pub at: Option<String>,
-    /// Whether the guest's own process was killed.
+    /// How many moments the task has if each of its steps is done once, as the server says.
+    pub moments: usize,
+    /// Whether the guest's own process was killed, where that is asked for.
     pub guest_died: bool,
     /// What `vmseal task wait` says.
     pub output: Output,
 }
 
-/// Begins a task by a command, kills something at this moment of it, counted from 0 on, before and after each step, and waits until it
-/// has ended. `directory` is that of [`Installation::hold_steps`].
+/// Begins a task by a command, kills something at this moment of it, and waits until it has ended. `directory` is that of
+/// [`Installation::hold_steps`].
 pub fn killed_at(
     here: &mut Installation,
     directory: &Path,
     vm: &str,
     command: &[&str],
     victim: Victim,
-    moment: usize,
+    moment: Moment,
 ) -> Ended {
     eprintln!("{command:?}");
     let task = begun(here, command);
@@ -119,11 +146,11 @@ pub fn killed_in(
     here: &mut Installation,
     directory: &Path,
     (vm, task): (&str, &str),
-    (victim, moment): (Victim, usize),
+    (victim, moment): (Victim, Moment),
     meanwhile: impl FnMut(&Installation),
 ) -> Ended {
     let mut guest_died = false;
-    let (at, output) = dying_at(here, directory, (task, moment), meanwhile, |here, file| {
+    let ended = dying_at(here, directory, (task, moment), meanwhile, |here, file| {
         eprintln!("{victim:?} is killed");
         guest_died = matches!(victim, Victim::Qemu | Victim::Machine)
             && here.processes_of(vm, QEMU).is_ok_and(|found| !found.is_empty());
@@ -134,22 +161,23 @@ pub fn killed_in(
         }
         victim.begin_again(here);
     });
-    Ended { at, guest_died, output }
+    Ended { guest_died, ..ended }
 }
 
 /// Waits until a task has ended, and has something `die` at this moment of it, which is given the file that holds the step: it removes
-/// that before it starts a server. Returns the step, and what `vmseal task wait` says.
+/// that before it starts a server.
 pub fn dying_at(
     here: &mut Installation,
     directory: &Path,
-    (task, moment): (&str, usize),
+    (task, moment): (&str, Moment),
     mut meanwhile: impl FnMut(&Installation),
     die: impl FnOnce(&mut Installation, &Path),
-) -> (Option<String>, Output) {
+) -> Ended {
     let file = directory.join(task);
-    let (mut at, mut seen, mut die) = (None, 0, Some(die));
+    let (mut at, mut moments, mut seen, mut die) = (None, 0, 0, Some(die));
     while let Some(step) = next(here, &file, task, &mut meanwhile) {
-        let dies = if seen == moment { die.take() } else { None };
+        moments = moments_of(&step);
+        let dies = if seen == moment.of(moments) { die.take() } else { None };
         seen += 1;
         let Some(die) = dies else {
             std::fs::remove_file(&file).unwrap();
@@ -164,11 +192,17 @@ pub fn dying_at(
         }
     }
     if at.is_none() {
-        eprintln!("task {task} has no moment {moment}: nothing died");
+        eprintln!("task {task} has {moments} moments, and none is {moment:?}: nothing died");
     }
     let output = here.try_vmseal(&["task", "wait", task]).unwrap();
     all_connected(here);
-    (at, output)
+    Ended { at, moments, guest_died: false, output }
+}
+
+/// How many moments the task has that is held at a step, as the server says there.
+fn moments_of(step: &str) -> usize {
+    let (_, moments) = step.rsplit_once(" of ").unwrap();
+    moments.trim().parse().unwrap()
 }
 
 /// Waits until the server has heard from every host: one that has just begun may end a task before that, and does not know then what VMs do.

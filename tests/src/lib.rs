@@ -11,6 +11,7 @@
 //! | [`uefi_guest`] | a guest that UEFI firmware starts, and that says from what |
 //! | [`first_boot`] | a small Linux guest that reads what it is told at its first boot |
 //! | [`as_user`] | commands as a user gives them who is not root |
+//! | [`experiment`] | `vmseal lab run` with an experiment of a test's own |
 //! | [`ceph`] | a cluster of Ceph's own programs |
 //! | [`ceph_pool`] | a pool of such a cluster, which tests may share |
 //! | [`ceph_datastore`] | an installation with a pool of such a cluster as datastore |
@@ -42,6 +43,7 @@ pub mod ceph;
 pub mod ceph_datastore;
 pub mod ceph_pool;
 pub mod counting_guest;
+pub mod experiment;
 pub mod exposed;
 pub mod figures;
 pub mod filter;

@@ -73,6 +73,16 @@ fn debuggers_accept(core: &Path) {
     assert!(said.contains("$1 = 0x10") && said.contains("$2 = 0xffffffff"), "{said}");
 }
 
+/// One event says who had this core dump of the VM decrypted, and to which file.
+fn is_told(here: &Installation, dump: &str, to: &str) {
+    let events = here.json(&["events", "--kind", "dump.decrypt"]).unwrap();
+    let what = format!("core dump '{dump}' to {to} on host 'here', IN THE CLEAR");
+    let is_it = |event: &&Value| event["detail"] == what.as_str();
+    let told: Vec<&Value> = events.as_array().unwrap().iter().filter(is_it).collect();
+    let [event] = told[..] else { panic!("{what}: {events}") };
+    assert_eq!((&event["actor"], &event["target"]), (&"admin".into(), &VM.into()), "{event}");
+}
+
 #[test]
 fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
     let (here, mut console) = started("encrypted");
@@ -93,19 +103,15 @@ fn a_core_dump_is_ciphertext_until_it_is_decrypted_and_the_guest_goes_on() {
     let said = readelf(&clear);
     assert!(said.contains("CORE (Core file)") && said.contains("NT_PRSTATUS"), "{said}");
     debuggers_accept(&clear);
-    let events = here.json(&["events"]).unwrap();
-    let told = events.as_array().unwrap().iter().any(|event| {
-        event["kind"] == "dump.decrypt"
-            && event["detail"].as_str().unwrap().contains("IN THE CLEAR")
-    });
-    assert!(told, "{events}");
+    is_told(&here, "first", to);
     let again = here.refused(&["dump", "decrypt", VM, "first", "--to", to]).unwrap();
     assert!(again.contains("there already"), "{again}");
 
     // Both at once, in the other format.
     let clear = here.path("kdump");
-    let both = ["vm", "dump", VM, "--format", "kdump", "--decrypt-to", text(&clear).unwrap()];
-    here.vmseal(&both).unwrap();
+    let to = text(&clear).unwrap();
+    here.vmseal(&["vm", "dump", VM, "--format", "kdump", "--decrypt-to", to]).unwrap();
+    is_told(&here, "dump-1", to);
     goes_on(&mut console);
     assert!(std::fs::read(&clear).unwrap().starts_with(b"makedumpfile"));
     assert_eq!(dumps(&here)[1]["name"], "dump-1");

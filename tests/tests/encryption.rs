@@ -9,9 +9,11 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use vmseal_api::filter::{ControlReply, ControlRequest, DiskStatus};
+use vmseal_api::filter::{BITMAP_GRANULE, ControlReply, ControlRequest, DiskStatus};
 use vmseal_api::pace::CopyPace;
-use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
+use vmseal_tests::counting_guest::{
+    COUNTER_AT, MARKER, SECRET, count, read_marker, started, stop_counting,
+};
 use vmseal_tests::eventually;
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
@@ -137,7 +139,23 @@ fn one_disk_alone(here: &Installation, console: &mut Console) {
     read_marker(console);
 }
 
-/// Disks are copied, and pivot, by the filter that serves them, which keeps their dirty bitmaps: one that the guest writes, and
+/// The guest writes to the part of its disk that one bit of a dirty bitmap stands for: the one with this number, counted from where
+/// `count` writes.
+fn write_part(console: &mut Console, number: u64) {
+    let at = (u64::from(COUNTER_AT) << 20) / BITMAP_GRANULE + number;
+    let to = format!("of=/dev/vda bs={BITMAP_GRANULE} seek={at} count=1 conv=notrunc,fsync");
+    let write = format!("dd if=/dev/urandom {to} 2>/dev/null; echo CHANGED-$((6 * 7))");
+    run(console, &write, "CHANGED-42").unwrap();
+}
+
+/// The one dirty bitmap of a disk notes so many of these parts, and nothing else.
+fn notes(here: &Installation, disk: &str, changed: u64) {
+    let bitmaps = here.json(&["disk", "bitmap", "list", VM, disk]).unwrap();
+    let dirty = bitmaps[0]["dirty_bytes"].as_u64();
+    assert_eq!(dirty, Some(changed * BITMAP_GRANULE), "what has changed: {bitmaps}");
+}
+
+/// Disks are copied, and pivot, by the filter that serves them, which keeps what their dirty bitmaps note: one that the guest writes, and
 /// that of cloud-init, which it only reads; and where the agent dies meanwhile, too.
 #[test]
 fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
@@ -145,18 +163,27 @@ fn a_running_vm_is_encrypted_and_decrypted_by_the_filter_that_serves_it() {
     let filter = here.processes_of(VM, "vmseal-filter").unwrap();
     let disk = here.vm(VM).unwrap()["disks"][0]["name"].as_str().unwrap().to_owned();
     here.vmseal(&["disk", "bitmap", "add", VM, &disk, "since"]).unwrap();
+    // The numbers alone, which are in this part, would be noted again after a pivot.
+    write_part(&mut console, 0);
+    let mut changed = 1;
     let encrypt = &["vm", "encrypt", VM, "--policy", "encrypted"][..];
     let decrypt = &["vm", "decrypt", VM, "--policy", "plain", "--yes"][..];
     for (change, encrypted) in
         [(encrypt, true), (&["vm", "recrypt", VM, "--deep"][..], true), (decrypt, false)]
     {
+        write_part(&mut console, changed);
+        changed += 1;
         count(&mut console);
         here.vmseal(change).unwrap();
         stop_counting(&mut console);
         read_marker(&mut console);
         is_encrypted(&here, encrypted);
         assert_eq!(here.processes_of(VM, "vmseal-filter").unwrap(), filter, "it was restarted");
+        notes(&here, &disk, changed);
     }
+    // By what serves the disk now, too.
+    write_part(&mut console, changed);
+    notes(&here, &disk, changed + 1);
     here.vmseal(&["disk", "bitmap", "remove", VM, &disk, "since"]).unwrap();
     // While the guest is paused, too.
     for (change, encrypted) in [(encrypt, true), (decrypt, false)] {

@@ -16,7 +16,7 @@ use vmseal_tests::fio_guest::{
 };
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{
-    Ended, MOMENTS_MAX, NUMBER, all_of_all, killed_at, seeded, without_holding,
+    Ended, MOMENTS_MAX, Moment, NUMBER, all_of_all, killed_at, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
@@ -26,9 +26,6 @@ const VM: &str = "web";
 
 /// How many blocks a second fio writes.
 const WRITES: u32 = 300;
-
-/// Fewer moments than most operations have on a VM that runs: a run that tries one of each tries one of these.
-const MOMENTS: usize = 10;
 
 /// What an operator does, one after the other; at the end all is as it was at the beginning. `to` is a directory for backups, and `files`
 /// are for what is in the clear.
@@ -67,16 +64,6 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
     ]
 }
 
-/// How many moments of one of these a run chooses from: no more than it has, before and after each step.
-fn moments(operation: &[&str]) -> usize {
-    match operation[..2] {
-        ["disk", "resize"] | ["nic", "add"] | ["vm", "suspend" | "resume"] => 4,
-        ["disk" | "nic", _] | ["vm", "prove"] | ["backup", "verify"] | ["dump", _] => 6,
-        ["snapshot", _] | ["vm", "delete"] => 8,
-        _ => MOMENTS,
-    }
-}
-
 /// What is made beside the VM, and is in the way of the next turn.
 fn tidy_up(here: &Installation, files: &[String]) {
     here.vmseal(&["vm", "delete", "copy"]).unwrap();
@@ -113,9 +100,9 @@ fn disturbed(
     held: &Path,
     guest: &mut Option<Guest>,
     operation: &[&str],
-    (victim, moment): (Victim, usize),
+    (victim, moment): (Victim, Moment),
 ) -> bool {
-    let Ended { at, guest_died, output } = killed_at(here, held, VM, operation, victim, moment);
+    let Ended { at, guest_died, output, .. } = killed_at(here, held, VM, operation, victim, moment);
     without_holding(held, || {
         // The task may have ended before the death of QEMU is reported.
         let seen = || {
@@ -148,8 +135,9 @@ fn disturbed(
 }
 
 /// Each of these at every moment.
-fn every_moment(victims: &[Victim]) -> impl Iterator<Item = (Victim, usize)> + '_ {
-    (0..MOMENTS_MAX).flat_map(move |moment| victims.iter().map(move |victim| (*victim, moment)))
+fn every_moment(victims: &[Victim]) -> impl Iterator<Item = (Victim, Moment)> + '_ {
+    let moments = (0..MOMENTS_MAX).map(Moment::Number);
+    moments.flat_map(move |moment| victims.iter().map(move |victim| (*victim, moment)))
 }
 
 #[test]
@@ -173,9 +161,9 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
         ["exported", "core", "core-again"].map(|name| text(&here.path(name)).unwrap().to_owned());
 
     let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu, Victim::Machine];
-    let turns: Vec<Option<(Victim, usize)>> = match all {
+    let turns: Vec<Option<(Victim, Moment)>> = match all {
         // The whole machine at one moment: what it takes is that of QEMU and of the server together.
-        true => std::iter::once((Victim::Machine, random.usize(..MOMENTS)))
+        true => std::iter::once((Victim::Machine, Moment::chosen(&mut random)))
             .chain(every_moment(&victims[..4]))
             .map(Some)
             .collect(),
@@ -209,7 +197,7 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
             let of_run = || {
                 // Those that cost a boot are tried less often.
                 let of = if random.u8(..8) == 0 { 5 } else { 3 };
-                (victims[random.usize(..of)], random.usize(..moments(&operation)))
+                (victims[random.usize(..of)], Moment::chosen(&mut random))
             };
             let (victim, moment) = turn.unwrap_or_else(of_run);
             let victim = match victim {
@@ -217,7 +205,7 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
                 victim => victim,
             };
             let has_it = disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
-            assert!(all || has_it, "{operation:?} has fewer moments");
+            assert!(all || has_it, "nothing died in {operation:?}");
             reached |= has_it;
         }
         without_holding(&held, || tidy_up(&here, &files));
@@ -294,15 +282,6 @@ impl WhileOff {
             Self::Delete => &["vm", "delete", OTHER],
         }
     }
-
-    /// How many moments a run chooses from: no more than the operation has, before and after each step.
-    fn moments(self) -> usize {
-        match self {
-            Self::Stop => 2,
-            Self::Start => 4,
-            _ => 6,
-        }
-    }
 }
 
 /// A VM that is off: the counting guest, and noise on its disk.
@@ -365,7 +344,7 @@ impl Off {
     }
 
     /// Does an operation, and kills something at this moment of it; whether it has so many.
-    fn disturbed(&mut self, operation: WhileOff, (victim, moment): (Victim, usize)) -> bool {
+    fn disturbed(&mut self, operation: WhileOff, (victim, moment): (Victim, Moment)) -> bool {
         let command = operation.command();
         let Ended { at, output, .. } =
             killed_at(&mut self.here, &self.held, VM, command, victim, moment);
@@ -451,9 +430,9 @@ fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_wh
     let mut off = Off::new(&mut random);
     let victims = [Victim::Agent, Victim::Server, Victim::Machine];
     let one = WhileOff::ALL[random.usize(..WhileOff::ALL.len())];
-    let turns: Vec<(Victim, usize)> = match all {
+    let turns: Vec<(Victim, Moment)> = match all {
         true => every_moment(&victims).collect(),
-        false => vec![(victims[random.usize(..victims.len())], random.usize(..one.moments()))],
+        false => vec![(victims[random.usize(..victims.len())], Moment::chosen(&mut random))],
     };
     // Each turn leaves the disk as the guest had it after one more boot.
     for (turn, at) in turns.into_iter().enumerate() {
@@ -468,7 +447,7 @@ fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_wh
             }
             off.check(operation, booted);
         }
-        assert!(all || reached, "{one:?} has fewer moments");
+        assert!(all || reached, "nothing died in {one:?}");
         if !reached {
             break;
         }

@@ -17,7 +17,8 @@ use vmseal_tests::eventually;
 use vmseal_tests::guest::{COUNT, counter_disk};
 use vmseal_tests::header::HEAD;
 use vmseal_tests::held_steps::{
-    Ended, begun, disturb_one_or_all, half_made, killed_in, number_on, seeded, without_holding,
+    Ended, Moment, begun, disturb_one_or_all, half_made, killed_in, number_on, seeded,
+    without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
@@ -174,16 +175,6 @@ impl AtRest {
             // What has panicked is gone with its QEMU.
             Self::DumpPanicked => &[Victim::Agent, Victim::Server],
             _ => &[Victim::Agent, Victim::Server, Victim::Machine],
-        }
-    }
-
-    /// How many moments a run chooses from: no more than the operation has, before and after each step.
-    fn moments(self) -> usize {
-        match self {
-            Self::ShutDown => 2,
-            Self::GrowDisk | Self::Suspend | Self::Resume => 4,
-            Self::AddDisk | Self::RemoveDisk | Self::Reboot => 6,
-            _ => 8,
         }
     }
 }
@@ -428,9 +419,9 @@ impl Rest {
     }
 
     /// Does an operation, and kills something at this moment of it; whether it has so many.
-    fn disturbed(&mut self, operation: AtRest, (victim, moment): (Victim, usize)) -> bool {
+    fn disturbed(&mut self, operation: AtRest, at: (Victim, Moment)) -> bool {
         self.prepare(operation);
-        let Ended { at, output, .. } = self.tried(operation, (victim, moment));
+        let Ended { at, output, .. } = self.tried(operation, at);
         if !output.status.success() {
             self.retry(operation, &output);
         }
@@ -439,7 +430,7 @@ impl Rest {
     }
 
     /// Does an operation while something dies; its guest does its part.
-    fn tried(&mut self, operation: AtRest, at: (Victim, usize)) -> Ended {
+    fn tried(&mut self, operation: AtRest, at: (Victim, Moment)) -> Ended {
         eprintln!("{operation:?}");
         let task = begun(&self.here, operation.command());
         killed_in(&mut self.here, &self.held, (VM, &task), at, |here| {
@@ -457,7 +448,8 @@ impl Rest {
             (AtRest::Suspend | AtRest::ShutDown | AtRest::Reboot, "off")
             | (AtRest::Resume, "off" | "running") => {}
             (AtRest::ShutDown | AtRest::Reboot, _) => {
-                let again = self.tried(operation, (Victim::Agent, usize::MAX));
+                let never = Moment::Number(usize::MAX);
+                let again = self.tried(operation, (Victim::Agent, never));
                 assert!(again.output.status.success(), "{operation:?} again: {:?}", again.output);
             }
             (AtRest::Dump, "off") => {
@@ -665,11 +657,7 @@ fn whatever_dies_at_a_step_of_an_operation_at_rest_both_disks_hold_what_they_hav
     }
     let mut random = seeded();
     let mut rest = Rest::new(&mut random);
-    disturb_one_or_all(
-        &mut random,
-        &AtRest::ALL,
-        AtRest::moments,
-        AtRest::victims,
-        |operation, at| rest.disturbed(operation, at),
-    );
+    disturb_one_or_all(&mut random, &AtRest::ALL, AtRest::victims, |operation, at| {
+        rest.disturbed(operation, at)
+    });
 }

@@ -12,8 +12,8 @@ use std::process::Output;
 
 use vmseal_tests::eventually;
 use vmseal_tests::held_steps::{
-    Ended, begun, borrowed, disturb_one_or_all, half_made, killed_in, open_task, owned, seeded,
-    without_holding,
+    Ended, Moment, begun, borrowed, disturb_one_or_all, half_made, killed_in, open_task, owned,
+    seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
@@ -105,16 +105,6 @@ impl Operation {
             self,
             Self::Create | Self::Clone | Self::CloneTold | Self::CloneElsewhere | Self::RestoreAs
         )
-    }
-
-    /// How many moments a run chooses from: no more than the operation has, before and after each step.
-    fn moments(self) -> usize {
-        match self {
-            Self::Stop => 2,
-            Self::Start | Self::ExportSealed => 4,
-            Self::RemoveTpm | Self::AddTpm | Self::ExportLuks => 6,
-            _ => 8,
-        }
     }
 
     fn victims(self) -> &'static [Victim] {
@@ -326,7 +316,7 @@ impl Devices {
     }
 
     /// Does an operation, and kills something at this moment of it; whether it has so many.
-    fn disturbed(&mut self, operation: Operation, at: (Victim, usize)) -> bool {
+    fn disturbed(&mut self, operation: Operation, at: (Victim, Moment)) -> bool {
         self.prepare(operation);
         eprintln!("{operation:?}");
         let command = self.command(operation);
@@ -346,7 +336,7 @@ impl Devices {
                 open_task(&self.here, kind)
             }
         };
-        let Ended { at: reached, guest_died, output } =
+        let Ended { at: reached, guest_died, output, .. } =
             killed_in(&mut self.here, &self.held, (VM, &task), at, |_| {});
         drop(waits);
         if let (Victim::Qemu, true) = (at.0, guest_died) {
@@ -466,11 +456,7 @@ fn is_end_of(found: &[u8], image: &Path) -> bool {
 fn whatever_dies_at_a_step_a_vm_has_all_of_its_devices_and_nothing_of_another_is_left() {
     let mut random = seeded();
     let mut devices = Devices::new(&mut random);
-    disturb_one_or_all(
-        &mut random,
-        &Operation::ALL,
-        Operation::moments,
-        Operation::victims,
-        |operation, at| devices.disturbed(operation, at),
-    );
+    disturb_one_or_all(&mut random, &Operation::ALL, Operation::victims, |operation, at| {
+        devices.disturbed(operation, at)
+    });
 }

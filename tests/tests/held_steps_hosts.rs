@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use vmseal_tests::eventually;
 use vmseal_tests::held_steps::{
-    begun, disturb_one_or_all, dying_at, half_made, seeded, without_holding,
+    Ended, Moment, begun, disturb_one_or_all, dying_at, half_made, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::two_hosts::{
@@ -24,9 +24,6 @@ const VM: &str = "web";
 
 /// The datastore that both hosts have; each has another one alone.
 const SHARED: &str = "shared";
-
-/// Fewer than any of these has: before and after each of three steps.
-const MOMENTS: usize = 6;
 
 /// The clone, and the datastores that files of it may be on.
 const CLONE: &str = "copy";
@@ -73,17 +70,6 @@ impl Cloned {
     /// Where the clone is in the end.
     fn datastore(self) -> &'static str {
         if self.is_sent() { own_datastore(THERE) } else { SHARED }
-    }
-
-    /// Before and after each of its steps.
-    fn moments(self) -> usize {
-        let steps = match self {
-            Self::HandedOver => 9,
-            Self::Sent => 10,
-            Self::RunningHandedOver => 11,
-            Self::RunningSent => 12,
-        };
-        2 * steps
     }
 }
 
@@ -197,7 +183,7 @@ impl Hosts {
     }
 
     /// Gives the VM to the other host, and something dies at this moment of it; whether it has so many.
-    fn disturbed(&mut self, change: Change, (dies, moment): (Dies, usize)) -> bool {
+    fn disturbed(&mut self, change: Change, (dies, moment): (Dies, Moment)) -> bool {
         let source = self.host();
         let destination = other(&source);
         let before = self.settled_files(SHARED);
@@ -217,7 +203,8 @@ impl Hosts {
         eprintln!("{change:?}: {dies:?} dies");
         let task = begun(&self.here, &command);
         let die = |here: &mut Installation, file: &Path| dies.kill(here, &source, file);
-        let (at, output) = dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
+        let Ended { at, output, .. } =
+            dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
         if !output.status.success() {
             eprintln!("undone: {}", String::from_utf8_lossy(&output.stderr));
             self.is_at_rest_or_runs();
@@ -275,7 +262,7 @@ impl Hosts {
     }
 
     /// Clones the VM for the other host, and something dies at this moment of it; whether it has so many.
-    fn disturbed_clone(&mut self, cloned: Cloned, (dies, moment): (Dies, usize)) -> bool {
+    fn disturbed_clone(&mut self, cloned: Cloned, (dies, moment): (Dies, Moment)) -> bool {
         if cloned.runs() {
             self.boots();
         }
@@ -287,7 +274,8 @@ impl Hosts {
         let task = begun(&self.here, &command);
         let id = self.id_of_clone();
         let die = |here: &mut Installation, file: &Path| dies.kill(here, HERE, file);
-        let (at, output) = dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
+        let Ended { at, output, .. } =
+            dying_at(&mut self.here, &self.held, (&task, moment), |_| {}, die);
         if !output.status.success() {
             eprintln!("undone: {}", String::from_utf8_lossy(&output.stderr));
             self.here.refused(&["vm", "show", CLONE]).unwrap();
@@ -360,7 +348,6 @@ fn whatever_dies_at_a_step_the_vm_is_at_the_other_host_alone_and_its_guest_goes_
     disturb_one_or_all(
         &mut random,
         &Change::ALL,
-        |_| MOMENTS,
         |_| -> &'static [Dies] { &Dies::ALL },
         |change, at| hosts.disturbed(change, at),
     );
@@ -373,7 +360,6 @@ fn whatever_dies_at_a_step_a_clone_is_at_the_other_host_alone_or_nothing_of_it_i
     disturb_one_or_all(
         &mut random,
         &Cloned::ALL,
-        Cloned::moments,
         |_| -> &'static [Dies] { &Dies::ALL },
         |cloned, at| hosts.disturbed_clone(cloned, at),
     );

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use vmseal_tests::held_steps::{
-    Ended, disturb_one_or_all, killed_in, open_task, seeded, without_holding,
+    Ended, Moment, disturb_one_or_all, killed_in, open_task, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, PASSPHRASE, text};
 use vmseal_tests::kills::Victim;
@@ -17,9 +17,6 @@ use vmseal_tests::two_hosts::QEMU;
 use vmseal_tests::{eventually, skipped};
 
 const VM: &str = "web";
-
-/// Before and after each of the two steps that each of these has.
-const MOMENTS: usize = 4;
 
 /// What follows a loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -133,12 +130,12 @@ impl Losses {
     }
 
     /// Has it happen, and kills something at this moment of it; whether it has so many.
-    fn disturbed(&mut self, follows: Follows, (victim, moment): (Victim, usize)) -> bool {
+    fn disturbed(&mut self, follows: Follows, (victim, moment): (Victim, Moment)) -> bool {
         let task = self.begun(follows);
         eprintln!("{follows:?}");
         let guests = self.here.guest_processes(QEMU);
         let when = (victim, moment);
-        let Ended { at, guest_died, output } =
+        let Ended { at, guest_died, output, .. } =
             killed_in(&mut self.here, &self.held, (VM, &task), when, |_| {});
         let done = output.status.success();
         if !done {
@@ -221,11 +218,7 @@ fn whatever_dies_at_a_step_after_a_loss_the_vm_is_there_once_and_has_what_it_had
     let can_reboot = can_reboot();
     let all: Vec<_> =
         Follows::ALL.into_iter().filter(|it| can_reboot || *it != Follows::Autostart).collect();
-    disturb_one_or_all(
-        &mut random,
-        &all,
-        |_| MOMENTS,
-        Follows::victims,
-        |follows, at| losses.disturbed(follows, at),
-    );
+    disturb_one_or_all(&mut random, &all, Follows::victims, |follows, at| {
+        losses.disturbed(follows, at)
+    });
 }

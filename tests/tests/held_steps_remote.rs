@@ -15,7 +15,7 @@ use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, wr
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::held_steps::{
-    begun, disturb_one_or_all, dying_at, half_made, open_task, seeded, without_holding,
+    Moment, begun, disturb_one_or_all, dying_at, half_made, open_task, seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::has_its_turn;
@@ -67,7 +67,7 @@ impl Part {
         Self::IsUndoneThere,
     ];
 
-    /// How many moments a run chooses from.
+    /// How many moments it has.
     fn moments(self) -> usize {
         match self {
             // Before and after each of two steps, and before that which sends.
@@ -329,7 +329,8 @@ impl Planes {
     }
 
     /// Sends the VM to the other control plane, and something dies at this moment; whether there is such a moment.
-    fn disturbed(&mut self, part: Part, (dies, moment): (Dies, usize)) -> bool {
+    fn disturbed(&mut self, part: Part, (dies, moment): (Dies, Moment)) -> bool {
+        let moment = moment.of(part.moments());
         if !part.may_have(moment) {
             return false;
         }
@@ -378,8 +379,12 @@ impl Planes {
                 let die = |source: &mut Installation, _: &Path| {
                     killed = dies.kill(source, destination, held, from);
                 };
-                let at = (&*task, before + moment);
-                without_holding(&held[to], || dying_at(source, &held[from], at, |_| {}, die)).0
+                let at = (&*task, Moment::Number(before + moment));
+                let ended =
+                    without_holding(&held[to], || dying_at(source, &held[from], at, |_| {}, die));
+                let whole = Part::Begins.moments() + Part::HandsOver.moments();
+                assert_eq!(ended.moments, whole, "the parts of the source's task");
+                ended.at
             }
             Part::Arrives | Part::IsUndoneThere => {
                 let arrives = |destination: &mut Installation| {
@@ -387,9 +392,12 @@ impl Planes {
                     let die = |destination: &mut Installation, _: &Path| {
                         killed = dies.kill(source, destination, held, from);
                     };
-                    dying_at(destination, &held[to], (&arrival, moment), |_| {}, die)
+                    let at = (&*arrival, Moment::Number(moment));
+                    dying_at(destination, &held[to], at, |_| {}, die)
                 };
-                without_holding(&held[from], || arrives(destination)).0
+                let ended = without_holding(&held[from], || arrives(destination));
+                assert_eq!(ended.moments, Part::Arrives.moments(), "the destination's task");
+                ended.at
             }
             Part::Sends => {
                 killed = dies.kill(source, destination, held, from);
@@ -480,7 +488,7 @@ fn whatever_dies_on_the_way_to_another_control_plane_one_of_both_has_the_vm_with
     }
     let mut random = seeded();
     let mut planes = Planes::new();
-    disturb_one_or_all(&mut random, &Part::ALL, Part::moments, Part::victims, |part, at| {
+    disturb_one_or_all(&mut random, &Part::ALL, Part::victims, |part, at| {
         planes.disturbed(part, at)
     });
 }

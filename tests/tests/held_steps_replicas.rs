@@ -15,8 +15,8 @@ use serde_json::Value;
 use vmseal_tests::eventually;
 use vmseal_tests::guest::counter_disk;
 use vmseal_tests::held_steps::{
-    Ended, begun, borrowed, disturb_one_or_all, half_made, killed_in, number_on, owned, seeded,
-    without_holding,
+    Ended, Moment, begun, borrowed, disturb_one_or_all, half_made, killed_in, number_on, owned,
+    seeded, without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, has_its_turn};
@@ -126,15 +126,6 @@ impl Operation {
         match self.runs() {
             true => &[Victim::Agent, Victim::Server, Victim::Qemu, Victim::Machine],
             false => &[Victim::Agent, Victim::Server, Victim::Machine],
-        }
-    }
-
-    /// How many moments a run chooses from: no more than the operation has, before and after each step.
-    fn moments(self) -> usize {
-        match self {
-            Self::Grow | Self::GrowRunning => 4,
-            Self::AddDisk | Self::RemoveDisk | Self::Revert | Self::Restore => 6,
-            _ => 8,
         }
     }
 }
@@ -381,7 +372,7 @@ impl Replicas {
     }
 
     /// Does an operation, and kills something at this moment of it; whether it has so many.
-    fn disturbed(&mut self, operation: Operation, at: (Victim, usize)) -> bool {
+    fn disturbed(&mut self, operation: Operation, at: (Victim, Moment)) -> bool {
         self.prepare(operation);
         eprintln!("{operation:?}");
         let command = self.command(operation);
@@ -492,11 +483,7 @@ fn whatever_dies_at_a_step_a_replica_is_its_disks_and_nothing_of_a_former_one_is
     }
     let mut random = seeded();
     let mut replicas = Replicas::new(&mut random);
-    disturb_one_or_all(
-        &mut random,
-        &Operation::ALL,
-        Operation::moments,
-        Operation::victims,
-        |operation, at| replicas.disturbed(operation, at),
-    );
+    disturb_one_or_all(&mut random, &Operation::ALL, Operation::victims, |operation, at| {
+        replicas.disturbed(operation, at)
+    });
 }

@@ -29,6 +29,7 @@ mod debian;
 mod devices_and_kills;
 mod dumps;
 mod encryption;
+mod experiments;
 mod expose;
 mod expose_kept;
 mod filter_and_dm_crypt;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use vmseal_tests::firmware_shell::{self, has_variable, set_variable};
 use vmseal_tests::guest::Console;
-use vmseal_tests::held_steps::{begun, dying_at, without_holding};
+use vmseal_tests::held_steps::{Moment, begun, dying_at, without_holding};
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::process::kill_hard;
@@ -297,7 +297,8 @@ fn what_a_tpm_keeps_on_a_shared_datastore_is_where_its_guest_is_when_the_destina
         let die = |here: &mut Installation, _: &std::path::Path| {
             Victim::AgentOf(false).kill(here, source);
         };
-        let (at, _) = dying_at(&mut here, &held, (&task, moment), |_| {}, die);
+        let dies = (&*task, Moment::Number(moment));
+        let at = dying_at(&mut here, &held, dies, |_| {}, die).at;
         assert!(at.is_some_and(|at| at.contains("switch")), "moment {moment}");
         let host = two_hosts::only_host(&here, VM).unwrap();
         is_on_shared(&here, &host, &register);

@@ -51,6 +51,14 @@ fn openssl_verifies(here: &Installation, proof: &serde_json::Value) -> bool {
     ended.status.success()
 }
 
+/// Each part of what was read has the entropy of ciphertext, or no data.
+fn has_entropy(data: &serde_json::Value) {
+    let parts = data["entropy"].as_array().unwrap();
+    let known: Vec<_> = parts.iter().filter_map(serde_json::Value::as_u64).collect();
+    assert!(parts.len() == 16 && known.iter().all(|part| *part > 7900), "{data}");
+    assert_eq!(data["entropy_min"].as_u64(), known.iter().min().copied(), "{data}");
+}
+
 #[test]
 fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
     let here = Installation::new().unwrap();
@@ -62,6 +70,11 @@ fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
     let shown = here.vmseal(&["vm", "prove", VM, "--all"]).unwrap();
     assert!(shown.starts_with(&format!("VM {VM}: encrypted; every byte was read")), "{shown}");
     assert!(shown.contains("signed by host"), "{shown}");
+    // Its first part has what the guest boots from.
+    assert!(
+        shown.contains("\n  disk disk0: entropy of its 16 parts, in bits a byte: 7.9"),
+        "{shown}"
+    );
 
     let proof = last(&here);
     let report = &proof["report"];
@@ -73,6 +86,7 @@ fn an_encrypted_vm_is_proved_to_be_and_one_sector_in_the_clear_is_found() {
         assert_eq!(image["header"]["authentic"], true, "{image}");
         assert_eq!(image["header"]["keys"][0], report["key"], "{image}");
         assert_eq!((&image["data"]["clear"], &image["data"]["equal"]), (&0.into(), &0.into()));
+        has_entropy(&image["data"]);
     }
     assert!(images[0]["data"]["opened"].as_u64().unwrap() > 1000, "{report}");
     // What is signed is what is shown.

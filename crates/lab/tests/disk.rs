@@ -3,13 +3,15 @@
 #![allow(clippy::unwrap_used)] // a test may
 
 use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use vmseal_api::filter::Direct;
+use vmseal_api::filter::{ControlReply, Direct};
 use vmseal_initiator::{Initiator, InitiatorError, Operation, VhostUser, Wait};
 use vmseal_lab::clock::ProcessClock;
 use vmseal_lab::experiment::{self, Plan, Progress};
@@ -18,12 +20,15 @@ use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
 use vmseal_lab::pattern::Pattern;
 use vmseal_lab::sections::SECTIONS;
 use vmseal_lab::systems::{
-    Nbdkit, OwnLoad, OwnResult, Place, Program, Server, StorageDaemon, System, SystemError,
+    Beside, Nbdkit, OwnLoad, OwnResult, Place, Program, Server, StorageDaemon, System, SystemError,
     Transport, Vmseal, check_at_rest,
 };
 
 const SIZE: u64 = 16 << 20;
 const PATTERN: u64 = 42;
+
+/// How long the copy of such a disk may take.
+const COPIED: Duration = Duration::from_secs(60);
 
 fn program(path: &str) -> Program {
     Program { path: path.into(), advice: "install QEMU" }
@@ -231,6 +236,71 @@ fn qemu_s_luks_keeps_what_is_written_and_no_plaintext() {
     disk.fill(Wait::Sleep);
     disk.run(&workload(Order::Random, Direction::Read, 4096, 32), Wait::Sleep, 1000).unwrap();
     check_at_rest(&storage_daemon(true), &disk.place, Pattern::new(PATTERN)).unwrap();
+}
+
+/// How much the copy lacks of a disk that is being encrypted, in bytes; none where its filter does not say.
+fn lacks(place: &Place) -> Option<u64> {
+    let mut stream = UnixStream::connect(place.directory.join("control")).ok()?;
+    stream.write_all(b"{\"do\":\"status\"}\n").ok()?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).ok()?;
+    let ControlReply::Status(status) = serde_json::from_str(&line).ok()? else { return None };
+    Some(status.disks.first()?.mirror.as_ref()?.dirty_bytes)
+}
+
+#[test]
+fn a_disk_that_is_encrypted_meanwhile_is_in_the_clear_and_its_key_opens_the_copy() {
+    let (encrypting, encrypted) =
+        (Vmseal { beside: Some(Beside::Encrypting), ..vmseal(false) }, vmseal(true));
+    let disk = serve_with(&encrypting);
+    disk.fill(Wait::Sleep);
+    let begun = Instant::now();
+    while lacks(&disk.place) != Some(0) {
+        assert!(begun.elapsed() < COPIED, "the copy lacks {:?}", lacks(&disk.place));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let ServedDisk { server, place, _directory } = disk;
+    drop(server);
+    let pattern = Pattern::new(PATTERN);
+    check_at_rest(&encrypting, &place, pattern).unwrap();
+    // The copy, as an encrypted disk by itself.
+    let copy = Place { directory: place.directory.join("copied"), ..place.clone() };
+    std::fs::create_dir(&copy.directory).unwrap();
+    for (from, to) in [("copy", "disk"), ("key", "key")] {
+        std::fs::rename(place.directory.join(from), copy.directory.join(to)).unwrap();
+    }
+    check_at_rest(&encrypted, &copy, pattern).unwrap();
+    let server = encrypted.start(&copy, None).unwrap();
+    let copied = ServedDisk { server, place: copy, _directory };
+    let read = workload(Order::Sequential, Direction::Read, 64 << 10, 4);
+    copied.run(&read, Wait::Sleep, SIZE >> 16).unwrap();
+}
+
+#[test]
+fn what_is_written_after_a_snapshot_is_in_its_layer_alone() {
+    let snapshots = Vmseal { beside: Some(Beside::Snapshot(program("qemu-img"))), ..vmseal(true) };
+    let disk = serve_with(&snapshots);
+    disk.fill(Wait::Sleep);
+    let kept = std::fs::read(disk.place.disk()).unwrap();
+    let layer = disk.place.directory.join("layer");
+    assert!(std::fs::metadata(&layer).unwrap().len() < SIZE);
+    let (begun, ended) = snapshots.act(&disk.place, Duration::ZERO).unwrap().unwrap();
+    assert!(begun < ended);
+    // It is served as before.
+    let read = workload(Order::Sequential, Direction::Read, 64 << 10, 4);
+    disk.run(&read, Wait::Sleep, SIZE >> 16).unwrap();
+    let clock = ProcessClock::of(disk.server.pid()).unwrap();
+    let (extent, other) = (Extent::Requests(SIZE >> 16), Some(Pattern::new(PATTERN + 1)));
+    for direction in [Direction::Write, Direction::Read] {
+        let whole = Workload { direction, ..read };
+        let mut initiator = disk.connect(&whole, Wait::Sleep);
+        load::run(initiator.as_mut(), &whole, extent, other, &clock, 1).unwrap();
+    }
+    assert!(
+        std::fs::read(disk.place.disk()).unwrap() == kept,
+        "what the snapshot keeps is changed"
+    );
+    assert!(std::fs::metadata(&layer).unwrap().len() > SIZE, "the layer has no room for it");
 }
 
 #[test]

@@ -194,7 +194,7 @@ pub struct ProvenData {
     pub equal: u64,
     /// The first of those that do not look like ciphertext, or are equal.
     pub findings: Vec<Finding>,
-    /// The entropy of each of 16 equal parts of what was read, in thousandths of bits for each byte (8000 at
+    /// The entropy of what was read of each of 16 equal parts of the file, in thousandths of bits for each byte (8000 at
     /// most), holes left out; none for a part without data.
     pub entropy: Vec<Option<u32>>,
     /// The least of them.

@@ -76,6 +76,7 @@ fn lines(Proof { report, digest, signed }: &Proof) -> Vec<String> {
             Some(false) | None => "",
         };
         say(format!("{} ({kind}): {verdict}{opens}; {what}", file.path));
+        file.data.iter().filter_map(|data| parts(data, &file.path)).for_each(&mut say);
     }
     for reason in &report.reasons {
         say(format!("because: {reason}"));
@@ -109,6 +110,7 @@ fn of_image(image: &ProvenImage) -> Vec<String> {
     };
     let what = figures(&image.data, &header);
     let mut lines = vec![format!("disk {name}, {kind} {path}: {verdict}; {what}")];
+    lines.extend(parts(&image.data, &format!("disk {name}")));
     lines.extend(image.data.findings.iter().map(|finding| {
         let sector = finding.sector.map(|sector| format!("sector {sector}, "));
         let sector = sector.unwrap_or_default();
@@ -122,9 +124,9 @@ fn of_image(image: &ProvenImage) -> Vec<String> {
 
 /// What was read of a file.
 fn figures(data: &ProvenData, first: &str) -> String {
-    let entropy = data.entropy_min.map_or_else(String::new, |least| {
-        format!(", least entropy {}.{:03} bits a byte", least / 1000, least % 1000)
-    });
+    let entropy = data
+        .entropy_min
+        .map_or_else(String::new, |least| format!(", least entropy {} bits a byte", bits(least)));
     let first = if first.is_empty() { String::new() } else { format!("{first}; ") };
     format!(
         "{first}read {} of {}: {} sectors, {} of zeroes, {} opened, {} undecided, {} in the clear, {} equal to what they decrypt to{entropy}",
@@ -137,4 +139,36 @@ fn figures(data: &ProvenData, first: &str) -> String {
         data.clear,
         data.equal,
     )
+}
+
+/// The entropy of what was read of each part of a file, in the order of the file; none where nothing was.
+fn parts(data: &ProvenData, whose: &str) -> Option<String> {
+    data.entropy_min?;
+    let shown = data.entropy.iter().map(|part| part.map_or_else(|| "-".to_owned(), bits));
+    let shown: Vec<_> = shown.collect();
+    let (number, shown) = (shown.len(), shown.join(" "));
+    Some(format!("  {whose}: entropy of its {number} parts, in bits a byte: {shown}"))
+}
+
+/// Bits, of thousandths.
+fn bits(thousandths: u32) -> String {
+    format!("{}.{:03}", thousandths / 1000, thousandths % 1000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_entropy_of_each_part_of_a_file_is_shown() {
+        let entropy = vec![Some(7998), None, Some(3042), Some(8000)];
+        let data = ProvenData { entropy, entropy_min: Some(3042), ..ProvenData::default() };
+        let shown = "  disk data: entropy of its 4 parts, in bits a byte: 7.998 - 3.042 8.000";
+        assert_eq!(parts(&data, "disk data").as_deref(), Some(shown));
+        // A file of zeroes alone, and a host of an earlier version.
+        for entropy in [vec![None; 16], Vec::new()] {
+            let data = ProvenData { entropy, ..ProvenData::default() };
+            assert_eq!(parts(&data, "disk data"), None);
+        }
+    }
 }

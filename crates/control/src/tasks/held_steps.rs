@@ -4,6 +4,7 @@
 //!  a step is to be done or undone ──► <directory>/<task> says which ──► someone removes it ──► it is done
 //!  it was done, nothing is recorded yet ──► the same
 //! ```
+//! The file also says at how many moments the task is held if each of its steps is done once: a test can choose one of all.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use vmseal_api::atomic_file::{self, PRIVATE};
 
 use super::run::Run;
 use super::step::Step;
+use super::steps;
 
 /// How often a held task looks whether it may go on.
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -46,7 +48,11 @@ impl HeldSteps {
     ) {
         let path = self.directory.join(run.task.id.to_string());
         let (verb, when) = (if undone { "undo" } else { "do" }, moment);
-        let line = format!("{} {} {verb} {when:?}\n", run.task.operation.kind(), step.name());
+        let operation = &run.task.operation;
+        // Before and after each step.
+        let moments = 2 * steps::of(operation).len();
+        let (kind, name) = (operation.kind(), step.name());
+        let line = format!("{kind} {name} {verb} {when:?} of {moments}\n");
         if let Err(error) = atomic_file::write(&path, line.as_bytes(), PRIVATE) {
             tracing::warn!(%error, path = %path.display(), "no step is held");
             return;

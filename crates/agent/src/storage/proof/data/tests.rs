@@ -49,6 +49,7 @@ fn an_encrypted_disk_is_opened_sector_by_sector() {
     assert_eq!((found.sectors, found.holes, found.opened), (100, 1, 99), "{found:?}");
     assert_eq!((found.undecided, found.clear, found.equal), (0, 0, 0), "{found:?}");
     assert!(found.entropy_min.unwrap() > 7900 && found.findings.is_empty(), "{found:?}");
+    assert_eq!(found.entropy.iter().flatten().count(), REGIONS, "{found:?}");
     // The right key is what makes the difference.
     let found = report(&file, Some(&key()));
     assert_eq!((found.opened, found.undecided), (0, 99), "{found:?}");
@@ -75,6 +76,42 @@ fn a_disk_in_the_clear_has_all_its_sectors_found_and_some_named() {
     let found = report(&file, None);
     assert_eq!((found.clear, found.findings.len()), (100, FINDINGS_MAX), "{found:?}");
     assert!(found.entropy_min.unwrap() < 5000, "{found:?}");
+}
+
+/// Sectors of zeroes are left out, one that is written in the clear lessens the entropy of its region alone, and the least is that of
+/// the region of text.
+#[test]
+fn each_region_has_the_entropy_of_what_was_read_of_it() {
+    const SECTORS: u64 = 4;
+    const DISCARDED: u64 = 3;
+    const TEXT: u64 = 5;
+    const HALF: u64 = 9;
+    let dek = key();
+    let file = disk(&dek, SECTORS * REGIONS as u64);
+    let write = |number: u64, sector: [u8; SECTOR]| {
+        file.write_all_at(&sector, OFFSET + number * SECTOR as u64).unwrap();
+    };
+    for number in 0..SECTORS {
+        write(DISCARDED * SECTORS + number, [0; SECTOR]);
+        write(TEXT * SECTORS + number, plain(number));
+    }
+    // Half of its bytes are the same one: a bit for which half, and 8 bits for those of the other one.
+    for number in 0..SECTORS / 2 {
+        write(HALF * SECTORS + number, [7; SECTOR]);
+    }
+    let found = report(&file, Some(&dek));
+    assert_eq!(found.entropy.len(), REGIONS);
+    for (region, entropy) in (0..).zip(&found.entropy) {
+        let expected = match (region, *entropy) {
+            (DISCARDED, found) => found.is_none(),
+            (TEXT, Some(found)) => (3500..4200).contains(&found),
+            (HALF, Some(found)) => (4900..5000).contains(&found),
+            (_, Some(found)) => found > 7900,
+            (_, None) => false,
+        };
+        assert!(expected, "region {region}: {found:?}");
+    }
+    assert_eq!(found.entropy_min, found.entropy[TEXT as usize]);
 }
 
 #[test]
