@@ -41,6 +41,7 @@ mod guest_addresses;
 mod held_steps;
 mod held_steps_at_rest;
 mod held_steps_devices;
+mod held_steps_guests;
 mod held_steps_hosts;
 mod held_steps_lost;
 mod held_steps_remote;
