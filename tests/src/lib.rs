@@ -21,6 +21,7 @@
 //! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
+//! | [`cuts`] | connections of a server to agents and other servers, which can be cut |
 //! | [`dying_guest`] | a guest that moves while its QEMU or filter dies |
 //! | [`terminal`] | commands at a terminal of their own |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
@@ -44,6 +45,7 @@ pub mod ceph;
 pub mod ceph_datastore;
 pub mod ceph_pool;
 pub mod counting_guest;
+pub mod cuts;
 pub mod dying_guest;
 pub mod exposed;
 pub mod figures;

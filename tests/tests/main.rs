@@ -58,6 +58,7 @@ mod memory_follows;
 mod metrics;
 mod migration;
 mod migration_at_rest;
+mod migration_cuts;
 mod migration_disks;
 mod migration_network;
 mod migration_postgres;
