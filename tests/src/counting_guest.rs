@@ -16,6 +16,9 @@ pub const MARKER_AT: u32 = 60;
 /// Where the numbers are, in MiB.
 pub const COUNTER_AT: u32 = 61;
 
+/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
+const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2099");
+
 /// An installation with this guest in a running VM.
 #[must_use]
 pub fn started(vm: &str, policy: &str) -> (Installation, Console) {
@@ -84,4 +87,29 @@ pub fn stop_counting(console: &mut Console) {
     console.type_text(&format!("touch /stop; wait; echo {verdict}\n")).unwrap();
     let ended = console.expect(&format!("ENDED-{mark}-"), "well".len()).unwrap();
     assert_eq!(ended, "well", "the guest has lost what it wrote");
+}
+
+/// The guest gets a text into its memory, and counts.
+pub fn remember(console: &mut Console) {
+    let (one, two) = IN_MEMORY;
+    run(console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    count(console);
+}
+
+/// The guest of a VM has what it was given by [`remember`] and [`write_marker`], has lost no number, and goes on counting.
+pub fn has_lost_nothing(here: &Installation, vm: &str) {
+    let mut console = here.console(vm).unwrap();
+    stop_counting(&mut console);
+    let (one, two) = IN_MEMORY;
+    run(&mut console, "echo HAS-$m-", &format!("HAS-{one}{two}-")).unwrap();
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+}
+
+/// The guest of a VM boots again, has on its disk what it wrote in its former life, and counts.
+pub fn starts_again(here: &Installation, vm: &str) {
+    here.vmseal(&["vm", "start", vm]).unwrap();
+    let mut console = booted(here, vm).unwrap();
+    read_marker_of_disk(&mut console);
+    remember(&mut console);
 }

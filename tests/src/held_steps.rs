@@ -9,8 +9,6 @@ use std::process::Output;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
 use crate::eventually;
 use crate::installation::Installation;
 use crate::kills::Victim;
@@ -195,7 +193,7 @@ pub fn dying_at(
         eprintln!("task {task} has {moments} moments, and none is {moment:?}: nothing died");
     }
     let output = here.try_vmseal(&["task", "wait", task]).unwrap();
-    all_connected(here);
+    here.wait_hosts().unwrap();
     Ended { at, moments, guest_died: false, output }
 }
 
@@ -203,16 +201,6 @@ pub fn dying_at(
 fn moments_of(step: &str) -> usize {
     let (_, moments) = step.rsplit_once(" of ").unwrap();
     moments.trim().parse().unwrap()
-}
-
-/// Waits until the server has heard from every host: one that has just begun may end a task before that, and does not know then what VMs do.
-fn all_connected(here: &Installation) {
-    let connected = || {
-        let hosts = here.json(&["host", "list"]).ok()?;
-        let is_connected = |host: &Value| host["connection"] == "connected";
-        hosts.as_array()?.iter().all(is_connected).then_some(())
-    };
-    eventually("all hosts are connected", connected).unwrap();
 }
 
 /// The step at which a task is held next; none when it has ended.

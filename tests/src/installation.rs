@@ -568,6 +568,25 @@ impl Installation {
         })
     }
 
+    /// Waits until the server has heard from every host: one that has just begun may end a task before that, and does not know then
+    /// what VMs do.
+    pub fn wait_hosts(&self) -> anyhow::Result<()> {
+        eventually("all hosts are connected", || {
+            let hosts = self.json(&["host", "list"]).ok()?;
+            let is_connected = |host: &Value| host["connection"] == "connected";
+            hosts.as_array()?.iter().all(is_connected).then_some(())
+        })
+    }
+
+    /// The same, and until the server works on nothing.
+    pub fn wait_rest(&self) -> anyhow::Result<()> {
+        self.wait_hosts()?;
+        eventually("all tasks have ended", || {
+            let tasks = self.json(&["task", "list"]).ok()?;
+            tasks.as_array()?.iter().all(|task| !task["ended"].is_null()).then_some(())
+        })
+    }
+
     /// Waits until the server has the host connected.
     pub fn wait_host(&mut self) -> anyhow::Result<()> {
         let mut agent = self.agent.take().context("no agent runs")?;

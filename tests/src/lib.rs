@@ -22,6 +22,8 @@
 //! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
+//! | [`cuts`] | connections of a server to agents and other servers, which can be cut |
+//! | [`dying_guest`] | a guest that moves while its QEMU or filter dies |
 //! | [`terminal`] | commands at a terminal of their own |
 //! | [`test_guest`] | a small Linux guest that runs a script with real dm-crypt and fio |
 //! | [`tpm_guest`] | a guest that has its TPM keep something |
@@ -30,6 +32,7 @@
 //! | [`process`] | children that never outlive their test |
 //! | [`kills`] | processes that die in the middle of a task |
 //! | [`two_hosts`] | a VM that is on one of two hosts |
+//! | [`two_planes`] | two control planes, and a VM that goes from one to the other |
 //! | [`wire`] | an attacker between two hosts |
 //! | [`header`] | damage and forgery of an image's LUKS2 header |
 //! | [`redis`] | a client of redis that writes while the guest moves |
@@ -43,6 +46,8 @@ pub mod ceph;
 pub mod ceph_datastore;
 pub mod ceph_pool;
 pub mod counting_guest;
+pub mod cuts;
+pub mod dying_guest;
 pub mod experiment;
 pub mod exposed;
 pub mod figures;
@@ -67,6 +72,7 @@ pub mod terminal;
 pub mod test_guest;
 pub mod tpm_guest;
 pub mod two_hosts;
+pub mod two_planes;
 pub mod uefi_guest;
 pub mod viewer;
 pub mod wire;

@@ -120,7 +120,7 @@ pub fn move_while_processes_die(
     let mut lost = 0;
     for round in 0..rounds {
         let source = only_host(here, vm).unwrap();
-        let task = begins_to_move(here, vm, other(&source));
+        let task = begins(here, &["vm", "migrate", vm, other(&source)]);
         let milliseconds = random.u64(0..longest);
         sleep(Duration::from_millis(milliseconds));
         let arrived = here.vm(vm).unwrap()["host"] != source.as_str();
@@ -160,13 +160,30 @@ pub fn move_while_processes_die(
     }
 }
 
-/// Begins to move a VM; gives the task. Where other tests write much, a datastore may not respond for a moment.
-fn begins_to_move(here: &Installation, vm: &str, to: &str) -> serde_json::Value {
-    let begun = || match here.json(&["vm", "migrate", vm, to, "--no-wait"]) {
+/// Begins what a command says; gives the task. Where other tests write much, a datastore may not respond for a moment.
+#[must_use]
+pub fn begins(here: &Installation, command: &[&str]) -> serde_json::Value {
+    let begun = || match here.json(&[command, &["--no-wait"]].concat()) {
         Err(error) if error.to_string().contains("does not respond") => None,
         begun => Some(begun),
     };
     eventually("the datastores respond", begun).unwrap().unwrap()
+}
+
+/// Waits until a migration sends this, as its task names it.
+pub fn sends(here: &Installation, task: &str, phase: &str) {
+    let is_so_far = || {
+        let shown = here.json(&["task", "show", task]).ok()?;
+        (shown["migration"]["phase"] == phase).then_some(())
+    };
+    eventually(&format!("it sends: {phase}"), is_so_far).unwrap();
+}
+
+/// Waits until nothing is left in the directory of the datastore that a host has alone.
+pub fn nothing_is_left(here: &Installation, host: &str) {
+    let left = || here.datastore_entries(&own_directory(here, host)).ok();
+    eventually(&format!("nothing is left at {host}"), || left().filter(Vec::is_empty).map(drop))
+        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
 }
 
 fn in_the_end<T>(

@@ -1,7 +1,7 @@
 //! What dies exactly before a step, or after it and before that is recorded, of what gives a VM to another host: of one that is off, or
 //! suspended, and whose datastore both have; of one that runs, there as well, and with copies of its disk. The VM is at one host, and
 //! has lost nothing. The same of clones for another host, on a datastore that both have, and sent: the clone is at that host alone and
-//! whole, or nothing of it is left at either; and the VM is as it was.
+//! whole, or nothing of it is left at either; and the VM is as it was. (`held_steps_guests` has the deaths of QEMU and filters.)
 //!
 //! A run tries one moment of one of each, chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
 

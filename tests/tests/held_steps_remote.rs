@@ -11,28 +11,18 @@
 
 use std::path::{Path, PathBuf};
 
-use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, write_marker};
-use vmseal_tests::eventually;
-use vmseal_tests::guest::Console;
+use vmseal_tests::counting_guest::{remember, starts_again, write_marker};
+use vmseal_tests::dying_guest::{End, GuestProcess, goes_on};
 use vmseal_tests::held_steps::{
-    Moment, begun, disturb_one_or_all, dying_at, half_made, open_task, seeded, without_holding,
+    Moment, begun, disturb_one_or_all, dying_at, open_task, seeded, without_holding,
 };
-use vmseal_tests::installation::{Installation, text};
+use vmseal_tests::installation::Installation;
 use vmseal_tests::kills::has_its_turn;
-use vmseal_tests::process::kill_hard;
-use vmseal_tests::shell_guest::{self, booted, run};
-use vmseal_tests::two_hosts::{FILTER, KNOWN_LIMIT, QEMU};
+use vmseal_tests::shell_guest::{self, booted};
+use vmseal_tests::two_hosts::{HERE, sends};
+use vmseal_tests::two_planes::{self, NAMES, introduce, is_alone, restart_agent};
 
 const VM: &str = "web";
-
-/// A text that the guest has in its memory alone: typed in two parts, so that no log has it.
-const IN_MEMORY: (&str, &str) = ("MARKER-OF-", "THE-MEMORY-2099");
-
-/// The control planes, as they know each other.
-const NAMES: [&str; 2] = ["west", "east"];
-
-/// More options of their agents: guests of the second one's host have other users, as both hosts are this machine.
-const AGENTS: [&[&str]; 2] = [&[], &["--uid-base", "2300000"]];
 
 /// So slow that disks and memory take some seconds each.
 const RATE: &str = "4MiB";
@@ -116,10 +106,7 @@ enum Dies {
     BothServers,
     SourceAgent,
     DestinationAgent,
-    SourceQemu,
-    DestinationQemu,
-    SourceFilter,
-    DestinationFilter,
+    Guest(GuestProcess),
 }
 
 impl Dies {
@@ -129,10 +116,10 @@ impl Dies {
         Self::BothServers,
         Self::SourceAgent,
         Self::DestinationAgent,
-        Self::SourceQemu,
-        Self::DestinationQemu,
-        Self::SourceFilter,
-        Self::DestinationFilter,
+        Self::Guest(GuestProcess::SourceQemu),
+        Self::Guest(GuestProcess::DestinationQemu),
+        Self::Guest(GuestProcess::SourceFilter),
+        Self::Guest(GuestProcess::DestinationFilter),
     ];
 
     const OF_BEGINNING: [Self; 7] = [
@@ -141,12 +128,19 @@ impl Dies {
         Self::BothServers,
         Self::SourceAgent,
         Self::DestinationAgent,
-        Self::SourceQemu,
-        Self::SourceFilter,
+        Self::Guest(GuestProcess::SourceQemu),
+        Self::Guest(GuestProcess::SourceFilter),
     ];
 
     fn is_server(self) -> bool {
         matches!(self, Self::SourceServer | Self::DestinationServer | Self::BothServers)
+    }
+
+    fn of_guest(self) -> Option<GuestProcess> {
+        match self {
+            Self::Guest(process) => Some(process),
+            _ => None,
+        }
     }
 
     /// Kills it while the VM goes from the control plane with this index to the other one. Returns how many processes of guests were there
@@ -169,21 +163,18 @@ impl Dies {
             }
             Self::SourceAgent => restart_agent(source, from),
             Self::DestinationAgent => restart_agent(destination, to),
-            Self::SourceQemu => return end_all(source, QEMU),
-            Self::DestinationQemu => return end_all(destination, QEMU),
-            Self::SourceFilter => return end_all(source, FILTER),
-            Self::DestinationFilter => return end_all(destination, FILTER),
+            Self::Guest(process) => {
+                let (source, destination) = (&*source, &*destination);
+                let end = |here| End { here, host: HERE };
+                return process.kill(end(source), end(destination));
+            }
         }
         0
     }
 
-    /// Whether a guest has ended with these processes: one that was not sent as a whole, or has arrived.
+    /// Whether a guest has ended with these processes.
     fn ends_guest(self, killed: usize, arrived: bool) -> bool {
-        match self {
-            Self::SourceQemu => killed > 0 && !arrived,
-            Self::DestinationQemu => killed > 0 && arrived,
-            _ => false,
-        }
+        self.of_guest().is_some_and(|process| process.ends_guest(killed, arrived))
     }
 }
 
@@ -196,52 +187,6 @@ fn restart_server(here: &mut Installation, held: &Path) {
     here.start_server().unwrap();
 }
 
-/// That of the control plane with this index.
-fn restart_agent(here: &mut Installation, index: usize) {
-    here.kill_agent();
-    here.start_agent_with(AGENTS[index]).unwrap();
-}
-
-/// Kills all processes of guests with this program; how many there were.
-fn end_all(here: &Installation, program: &str) -> usize {
-    let found = here.guest_processes(program);
-    found.iter().copied().for_each(kill_hard);
-    found.len()
-}
-
-/// Has one control plane know another one by this name; a user compares the fingerprint.
-fn introduce(one: &Installation, other: &Installation, name: &str) {
-    let (url, token) = (other.url(), other.path("server/admin.token"));
-    let add = ["remote", "add", name, &url, "--remote-token-file", text(&token).unwrap()];
-    let added = one.answered(&add, "yes\n").unwrap();
-    assert!(added.status.success(), "{}", String::from_utf8_lossy(&added.stderr));
-}
-
-/// The guest has the text in its memory, and counts on its disk.
-fn prepare(console: &mut Console) {
-    let (one, two) = IN_MEMORY;
-    run(console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
-    count(console);
-}
-
-/// The guest has what it had, and goes on counting.
-fn has_lost_nothing(at: &Installation) {
-    let mut console = at.console(VM).unwrap();
-    stop_counting(&mut console);
-    let (one, two) = IN_MEMORY;
-    run(&mut console, "echo HAS-$m-", &format!("HAS-{one}{two}-")).unwrap();
-    read_marker_of_disk(&mut console);
-    count(&mut console);
-}
-
-/// The guest boots, and has what it wrote in its former life.
-fn starts_again(at: &Installation) {
-    at.vmseal(&["vm", "start", VM]).unwrap();
-    let mut console = booted(at, VM).unwrap();
-    read_marker_of_disk(&mut console);
-    prepare(&mut console);
-}
-
 /// The command that sends the VM to the control plane with this index.
 fn migrate(to: usize, slowly: bool) -> Vec<&'static str> {
     let mut command = vec!["vm", "migrate", VM, "--remote", NAMES[to]];
@@ -251,41 +196,9 @@ fn migrate(to: usize, slowly: bool) -> Vec<&'static str> {
     command
 }
 
-/// Waits until a task sends this.
-fn sends(source: &Installation, task: &str, phase: &str) {
-    let is_so_far = || {
-        let shown = source.json(&["task", "show", task]).ok()?;
-        (shown["migration"]["phase"] == phase).then_some(())
-    };
-    eventually(&format!("it sends: {phase}"), is_so_far).unwrap();
-}
-
 /// Lets every step of both control planes go on meanwhile.
 fn without_holding_either<T>(held: &[PathBuf; 2], work: impl FnOnce() -> T) -> T {
     without_holding(&held[0], || without_holding(&held[1], work))
-}
-
-/// The server hears its host, and works on nothing.
-fn rests(here: &Installation) {
-    let is_connected = || {
-        let host = here.json(&["host", "show", "here"]).ok()?;
-        (host["connection"] == "connected").then_some(())
-    };
-    eventually("the host is connected", is_connected).unwrap();
-    let have_ended = || {
-        let tasks = here.json(&["task", "list"]).ok()?;
-        tasks.as_array()?.iter().all(|task| !task["ended"].is_null()).then_some(())
-    };
-    eventually("all tasks have ended", have_ended).unwrap();
-}
-
-/// How many keys a provider has made and not destroyed.
-fn living_keys(here: &Installation) -> usize {
-    let count = |kind| {
-        let events = here.json(&["events", "--kind", kind]).unwrap();
-        events.as_array().unwrap().len()
-    };
-    count("key.created") - count("key.destroyed")
 }
 
 /// What became of a migration while something died.
@@ -310,15 +223,16 @@ struct Planes {
 
 impl Planes {
     fn new() -> Self {
-        let mut planes = [(); 2].map(|()| Installation::new().unwrap());
-        restart_agent(&mut planes[1], 1);
-        introduce(&planes[0], &planes[1], NAMES[1]);
-        introduce(&planes[1], &planes[0], NAMES[0]);
+        let mut planes = two_planes::planes();
+        for (one, other) in [(0, 1), (1, 0)] {
+            let url = planes[other].url();
+            introduce(&planes[one], &planes[other], (NAMES[other], &url));
+        }
         // With one disk, which it uses all the time.
         shell_guest::start(&planes[0], VM, "encrypted", &[]).unwrap();
         let mut console = booted(&planes[0], VM).unwrap();
         write_marker(&mut console);
-        prepare(&mut console);
+        remember(&mut console);
         drop(console);
         let held = planes.each_mut().map(|here| {
             let held = here.hold_steps().unwrap();
@@ -351,8 +265,8 @@ impl Planes {
                 self.planes[from].vmseal(&migrate(to, false)).unwrap();
             });
             self.is_alone(to);
-            assert!(self.runs(to), "it has ended on its way");
-            has_lost_nothing(&self.planes[to]);
+            let there = End { here: &self.planes[to], host: HERE };
+            assert!(goes_on(there, VM, false, None), "it has ended on its way");
         }
         self.at = to;
         reached
@@ -423,61 +337,18 @@ impl Planes {
     fn is_alone(&self, at: usize) {
         let (there, left) = (&self.planes[at], &self.planes[1 - at]);
         without_holding_either(&self.held, || {
-            rests(left);
-            rests(there);
+            left.wait_rest().unwrap();
+            there.wait_rest().unwrap();
         });
-        let vm = there.vm(VM).unwrap();
-        assert_eq!(vm["lifecycle"], "ready", "{vm}");
-        assert_eq!(left.json(&["vm", "list"]).unwrap(), serde_json::json!([]));
-        for program in [QEMU, FILTER] {
-            let is_gone = || left.guest_processes(program).is_empty().then_some(());
-            eventually(&format!("no {program} is left at the other one"), is_gone).unwrap();
-        }
-        let files = |here: &Installation| here.datastore_entries(&here.path("datastore")).ok();
-        let is_empty = || files(left).filter(Vec::is_empty).map(drop);
-        eventually("no file is left at the other one", is_empty)
-            .unwrap_or_else(|error| panic!("{error}: {:?}", files(left)));
-        let is_whole =
-            || files(there).filter(|files| !files.iter().any(|it| half_made(it))).map(drop);
-        eventually("nothing is left of what made its disks, or copied them", is_whole)
-            .unwrap_or_else(|error| panic!("{error}: {:?}", files(there)));
-        let is_told = || left.alarms(VM).ok().filter(Vec::is_empty).map(drop);
-        eventually("no alarm is left at the other one", is_told)
-            .unwrap_or_else(|error| panic!("{error}: {:?}", left.alarms(VM)));
-        assert_eq!((living_keys(there), living_keys(left)), (1, 0), "keys here, and there");
-    }
-
-    /// Whether the guest runs, as soon as that is known: its death, or that of its filter, is reported later than it happens.
-    fn runs(&self, at: usize) -> bool {
-        let here = &self.planes[at];
-        let known = || {
-            let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
-            let guests = here.guest_processes(QEMU).len();
-            let is_served = !here.guest_processes(FILTER).is_empty()
-                && here.alarms(VM).ok()?.iter().all(|alarm| alarm["code"] != "disks-down");
-            match (&*power, guests) {
-                ("running", 1) if is_served => Some(true),
-                ("off", 0) => Some(false),
-                _ => None,
-            }
-        };
-        eventually("it is known whether the guest runs", known)
-            .unwrap_or_else(|error| panic!("{error}: {:?}", here.vm(VM)))
+        is_alone(there, left, VM);
     }
 
     /// The guest lacks nothing; if it `has_ended` with what died, it is started, and lacks nothing that it had written.
     fn has_all(&self, at: usize, has_ended: bool, dies: Dies) {
         let here = &self.planes[at];
-        if self.runs(at) {
-            assert!(!has_ended, "its QEMU was killed, and it runs");
-            return has_lost_nothing(here);
+        if !goes_on(End { here, host: HERE }, VM, has_ended, dies.of_guest()) {
+            without_holding_either(&self.held, || starts_again(here, VM));
         }
-        let vm = here.vm(VM).unwrap();
-        let why = vm["stopped"]["detail"].as_str().unwrap_or_default();
-        let is_lost = matches!(dies, Dies::SourceFilter | Dies::DestinationFilter)
-            && why.contains(KNOWN_LIMIT);
-        assert!(has_ended || is_lost, "the guest has ended: {vm}");
-        without_holding_either(&self.held, || starts_again(here));
     }
 }
 

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use vmseal_tests::counting_guest::{MARKER, SECRET, count, read_marker, started, stop_counting};
-use vmseal_tests::eventually;
 use vmseal_tests::fio_guest;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
@@ -15,7 +14,8 @@ use vmseal_tests::kills::{console_again, has_its_turn};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, run};
 use vmseal_tests::two_hosts::{
-    self, HERE, THERE, Victim, add_host_with_datastore, other, own_datastore, own_directory,
+    self, HERE, THERE, Victim, add_host_with_datastore, nothing_is_left, other, own_datastore,
+    own_directory,
 };
 
 const VM: &str = "web";
@@ -46,9 +46,7 @@ fn is_on(here: &Installation, host: &str, encrypted: bool) {
         assert_eq!(disk["datastore"], own_datastore(host), "{vm}");
         assert_eq!(disk["encrypted"], encrypted, "{vm}");
     }
-    let left = || here.datastore_entries(&own_directory(here, other(host))).ok();
-    eventually("nothing is left at the other host", || left().filter(Vec::is_empty).map(drop))
-        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    nothing_is_left(here, other(host));
     let home = own_directory(here, host).join(vm["id"].as_str().unwrap());
     let mut names: Vec<_> = files(&home).iter().map(|path| name(path)).collect();
     names.retain(|name| !["vm.json", "vm.lease"].contains(&name.as_str()));

@@ -14,7 +14,7 @@ use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::network::own_namespace;
 use vmseal_tests::shell_guest::run;
 use vmseal_tests::two_hosts::{
-    HERE, THERE, add_host_with_datastore, only_host, own_directory, rounds_of_kills,
+    HERE, THERE, add_host_with_datastore, nothing_is_left, only_host, rounds_of_kills,
 };
 use vmseal_tests::wire::{Aim, Attack, SAID_BY_DESTINATION, SAID_BY_SOURCE, Wire, separate_ipv6};
 
@@ -133,9 +133,7 @@ fn attacked(here: &Installation, wire: &Wire, aim: Aim) -> Option<String> {
 /// The guest goes on at its source, and nothing of it is left at the destination.
 fn stays(here: &Installation) {
     assert_eq!(only_host(here, VM).unwrap(), HERE);
-    let left = || here.datastore_entries(&own_directory(here, THERE)).ok();
-    eventually("nothing is left at the other host", || left().filter(Vec::is_empty).map(drop))
-        .unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    nothing_is_left(here, THERE);
     has_lost_nothing(here);
 }
 
