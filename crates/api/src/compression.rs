@@ -4,8 +4,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// How OSDs compress what they store of a pool (`compression_mode`): nothing; what clients mark as compressible, and vmseal marks nothing; all
-/// but what clients mark as incompressible; all. It saves no room for encrypted disks. By which algorithm is the cluster's to say.
+/// How OSDs compress what they store of a pool (`compression_mode`): nothing; what clients mark as compressible, and vmseal marks nothing;
+/// all but what clients mark as incompressible; all. It saves no room for encrypted disks. By which algorithm is the cluster's to say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
