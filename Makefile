@@ -21,7 +21,7 @@ soak: prerequisites ## the random tests again and again, with new seeds; MINUTES
 demo: build ## an encrypted VM on this machine, from creation to proof; PROVIDER=kmip: with keys of a key server
 	scripts/demo --provider $(or $(PROVIDER),native)
 
-bench: prerequisites ## measure disks beside QEMU's storage daemon and nbdkit, operations encrypted beside plain, migrations, and clients of Ceph
+bench: prerequisites ## measure disks beside QEMU's storage daemon and nbdkit, operations encrypted beside plain, migrations, and Ceph
 	scripts/bench
 
 bench-network: prerequisites ## measure a guest's network card beside QEMU started by hand, as root

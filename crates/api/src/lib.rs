@@ -19,6 +19,7 @@ pub mod carry;
 pub mod client;
 pub mod cloud_init;
 pub mod compliance;
+pub mod compression;
 #[cfg(feature = "client")]
 pub mod console;
 pub mod datastore;

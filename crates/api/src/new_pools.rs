@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::compression::Compression;
 use crate::failure_domain::FailureDomain;
 use crate::redundancy::{Layout, Redundancy};
 
@@ -21,7 +22,7 @@ pub const CHOICES: [FailureDomain; 5] = [
 const CHOICE: &str = "'osd', 'host', 'rack', 'room' or 'datacenter'";
 
 /// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where neither a failure domain nor a
-/// number of data chunks is given.
+/// number of data chunks nor compression is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -40,13 +41,17 @@ pub struct NewPools {
     /// says, which is a host unless its administrator has chosen otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure_domain: Option<FailureDomain>,
+    /// How OSDs compress what they store of the pool of data. None is as the cluster has it for pools that do not say. Agents without the
+    /// feature `pool-compression` do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Compression>,
 }
 
 impl NewPools {
     /// What of it policies can ask for.
     #[must_use]
     pub fn redundancy(self) -> Redundancy {
-        let Self { failures, layout, data_chunks, failure_domain } = self;
+        let Self { failures, layout, data_chunks, failure_domain, compression: _ } = self;
         Redundancy { failures, layout, data_chunks, failure_domain }
     }
 
@@ -64,11 +69,19 @@ impl NewPools {
         })
     }
 
-    /// As options have it: `NUMBER[,LAYOUT][,DOMAIN]`. The data chunks are an option of their own.
+    /// As options have it: `NUMBER[,LAYOUT][,DOMAIN]`. The data chunks and the compression are options of their own.
     #[must_use]
     pub fn to_option(self) -> String {
         let domain = self.failure_domain.map_or_else(String::new, |it| format!(",{}", it.name()));
         format!("{}{domain}", self.redundancy().to_option())
+    }
+}
+
+impl From<Redundancy> for NewPools {
+    /// Pools that have what a policy asks for, and no more.
+    fn from(asked: Redundancy) -> Self {
+        let Redundancy { failures, layout, data_chunks, failure_domain } = asked;
+        Self { failures, layout, data_chunks, failure_domain, compression: None }
     }
 }
 
@@ -83,14 +96,18 @@ impl FromStr for NewPools {
             _ => (text, None),
         };
         let unknown = |what: String| format!("{what}; behind that it is {CHOICE}");
-        let Redundancy { failures, layout, .. } = asked.parse::<Redundancy>().map_err(unknown)?;
-        Ok(Self { failures, layout, data_chunks: None, failure_domain })
+        let asked = asked.parse::<Redundancy>().map_err(unknown)?;
+        Ok(Self { failure_domain, ..Self::from(asked) })
     }
 }
 
 impl fmt::Display for NewPools {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.redundancy())
+        write!(f, "{}", self.redundancy())?;
+        match self.compression {
+            None => Ok(()),
+            Some(mode) => write!(f, "; compression {}", mode.name()),
+        }
     }
 }
 
@@ -125,6 +142,13 @@ mod tests {
         assert_eq!(copies.check().unwrap_err().0, "create.data_chunks");
         let many = NewPools { failures: 9, ..read };
         assert_eq!(many.check().unwrap_err().0, "create");
+        let compressed = NewPools { compression: Some(Compression::Force), ..chunks };
+        assert_eq!(compressed.to_string(), format!("{text}; compression force"));
+        assert_eq!(compressed.to_option(), read.to_option(), "it is an option of its own");
+        assert_eq!(NewPools::from(compressed.redundancy()), chunks, "no policy asks for it");
+        let said = serde_json::to_value(compressed).unwrap();
+        assert_eq!(said["compression"], "force");
+        assert_eq!(serde_json::from_value::<NewPools>(said).unwrap(), compressed);
         // As versions before have it.
         let old = serde_json::to_value(NewPools { failures: 1, ..NewPools::default() }).unwrap();
         assert_eq!(old, serde_json::json!({ "failures": 1 }));

@@ -151,6 +151,10 @@ pub struct AddDatastore {
     /// What is stated of the OSDs of a pool's cluster: whether they are encrypted. None, as `ask`, has the cluster asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub osd_encryption: Option<StatedOsds>,
+    /// The policy, by name or id, for whose disks the pools are made that are not there: with its redundancy, in place of that of
+    /// `location.pool.create`, which then names `compression` alone. It must name the failures that disks survive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub create_for_policy: Option<String>,
 }
 
 /// Shares a datastore with another host.

@@ -86,7 +86,7 @@ fn with_names(verb: Command, list: &'static str) -> Command {
         "name" | "tasks" if unfinished => arg.add(ArgValueCandidates::new(unfinished_tasks)),
         "name" if !takes_new => named(arg, list),
         "tasks" => named(arg, "tasks"),
-        "policy" => named(arg, "policies"),
+        "policy" | "create_for_policy" => named(arg, "policies"),
         "provider" => named(arg, "providers"),
         "host" => named(arg, "hosts"),
         "vm" | "vms" => named(arg, "vms"),
@@ -277,6 +277,7 @@ mod tests {
         assert!(asks("disk", "list", "vm") && asks("disk", "show", "disk"));
         assert!(asks("disk", "replica", "vm") && asks("disk", "replica", "disk"));
         assert!(asks("vm", "import", "datastore"));
+        assert!(asks("datastore", "add", "create_for_policy"));
         let bitmap = command.find_subcommand("disk").unwrap().find_subcommand("bitmap").unwrap();
         let clear = bitmap.find_subcommand("clear").unwrap();
         let mut names = clear.get_arguments().filter(|it| it.get::<ArgValueCandidates>().is_some());

@@ -265,6 +265,7 @@ mod tests {
     const POOL_WITH_KEYRING: &str =
         "vmseal datastore add d --host h --pool a --monitors m --keyring /k";
     const POOL_WITH_CHUNKS: &str = "vmseal datastore add d --host h --pool a --monitors m --data-pool b --create 2,erasure-coding --data-chunks 8";
+    const POOL_FOR_POLICY: &str = "vmseal datastore add d --host h --pool a --monitors m --data-pool b --messenger secure --create-for-policy p";
     const IMPORT: &str = "vmseal provider certificate k --import f --key g";
     const RESTORE: &str = "vmseal provider add k --restore f";
     const KMS: &str = "vmseal provider add k --kms one=h";
@@ -344,6 +345,9 @@ mod tests {
         ("user", "vmseal datastore set d --user client.x", "--user"),
         ("location.pool.create", POOL_WITH_CHUNKS, "--create"),
         ("location.pool.create.data_chunks", POOL_WITH_CHUNKS, "--data-chunks"),
+        ("create_for_policy", POOL_FOR_POLICY, "--create-for-policy"),
+        ("location.pool.data_pool", POOL_FOR_POLICY, "--data-pool"),
+        ("location.pool.messenger", POOL_FOR_POLICY, "--messenger"),
         ("location.pool.keyring", POOL_WITH_KEYRING, "--keyring"),
         ("location.pool.monitors", POOL, "--monitors"),
         ("location.pool.namespace", POOL, "--pool"),

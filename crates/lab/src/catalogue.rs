@@ -111,6 +111,21 @@ pub fn find(id: &str) -> Result<Definition, DefinitionError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::storage::Storage;
+
+    /// What takes a cluster is easily forgotten, as it is not measured without one.
+    #[test]
+    fn scripts_bench_runs_every_experiment_on_ceph() {
+        let script = include_str!("../../../scripts/bench");
+        let commands = script.lines().filter(|line| !line.trim_start().starts_with('#'));
+        let words: Vec<&str> = commands.flat_map(str::split_whitespace).collect();
+        let on_ceph = CATALOGUE.iter().filter(|it| it.storage() == Some(Storage::Ceph));
+        let ids: Vec<&str> = on_ceph.map(|it| it.id.as_str()).collect();
+        assert!(ids.contains(&"c1") && !ids.contains(&"v1"), "{ids:?}");
+        for id in ids {
+            assert!(words.contains(&id), "scripts/bench does not run {id}");
+        }
+    }
 
     #[test]
     fn every_file_is_an_experiment_named_as_its_file() {

@@ -5,7 +5,7 @@
 //!  erasure coding   a pool of FAILURES + 1 copies for names and headers, and one of k + FAILURES chunks for data
 //! ```
 //! Each goes on with what is left after that many failures, as it was asked to (`min_size`). Copies and chunks are kept apart on what the
-//! cluster's usual rule says, or what was asked for. What is there stays as it is.
+//! cluster's usual rule says, or what was asked for. OSDs compress the pool of data, if that was asked for. What is there stays as it is.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -93,7 +93,6 @@ pub fn create(
     asked: NewPools,
 ) -> Result<(), CreateError> {
     let data_pool = checked(asked, data_pool)?;
-    let failures = u32::from(asked.failures);
     let dump = ask(cluster, &json!({ "prefix": "osd dump" }))?;
     let is_there = |name: &str| {
         let mut pools = dump["pools"].as_array().into_iter().flatten();
@@ -113,8 +112,7 @@ pub fn create(
             how["rule"] = rule["name"].clone();
         }
         make(cluster, pool, &how)?;
-        set(cluster, pool, "size", &(failures + 1).to_string())?;
-        set(cluster, pool, "min_size", "1")?;
+        set_all(cluster, pool, &settings_of_copies(asked, data_pool.is_none()))?;
         enable(cluster, pool)?;
     }
     if let Some(data) = data_pool.filter(|data| !is_there(data)) {
@@ -122,9 +120,7 @@ pub fn create(
         ask(cluster, &profile)?;
         let coded = json!({ "pool_type": "erasure", "erasure_code_profile": profile["name"] });
         make(cluster, data, &coded)?;
-        // Without it only whole objects can be written.
-        set(cluster, data, "allow_ec_overwrites", "true")?;
-        set(cluster, data, "min_size", &data_chunks(asked).to_string())?;
+        set_all(cluster, data, &settings_of_chunks(asked))?;
         enable(cluster, data)?;
     }
     Ok(())
@@ -147,6 +143,28 @@ fn checked(asked: NewPools, data_pool: Option<&str>) -> Result<Option<&str>, Cre
 fn data_chunks(asked: NewPools) -> u32 {
     let usual = if asked.failures == 1 { DATA_CHUNKS_BESIDE_ONE } else { DATA_CHUNKS_BESIDE_MORE };
     asked.data_chunks.unwrap_or(usual)
+}
+
+/// What a pool of copies gets, in this order; whether it has the data as well.
+fn settings_of_copies(asked: NewPools, has_data: bool) -> Vec<(&'static str, String)> {
+    let copies = u32::from(asked.failures) + 1;
+    let mut settings = vec![("size", copies.to_string()), ("min_size", "1".to_owned())];
+    settings.extend(compression(asked).filter(|_| has_data));
+    settings
+}
+
+/// What a pool of chunks gets, in this order.
+fn settings_of_chunks(asked: NewPools) -> Vec<(&'static str, String)> {
+    // Without overwrites only whole objects can be written.
+    let overwrites = ("allow_ec_overwrites", "true".to_owned());
+    let mut settings = vec![overwrites, ("min_size", data_chunks(asked).to_string())];
+    settings.extend(compression(asked));
+    settings
+}
+
+/// How OSDs are to compress a pool of data; none leaves it to the cluster.
+fn compression(asked: NewPools) -> Option<(&'static str, String)> {
+    asked.compression.map(|mode| ("compression_mode", mode.name().to_owned()))
 }
 
 /// Refuses pools with more copies or chunks than failure domains: the cluster has `there` of them.
@@ -209,10 +227,12 @@ fn make(cluster: &Cluster, pool: &str, how: &Value) -> Result<(), CreateError> {
     Ok(())
 }
 
-fn set(cluster: &Cluster, pool: &str, variable: &str, value: &str) -> Result<(), CreateError> {
-    let prefix = "osd pool set";
-    ask(cluster, &json!({ "prefix": prefix, "pool": pool, "var": variable, "val": value }))
-        .map(drop)
+fn set_all(cluster: &Cluster, pool: &str, settings: &[(&str, String)]) -> Result<(), CreateError> {
+    for (variable, value) in settings {
+        let prefix = "osd pool set";
+        ask(cluster, &json!({ "prefix": prefix, "pool": pool, "var": variable, "val": value }))?;
+    }
+    Ok(())
 }
 
 /// What `rbd pool init` does, and the cluster warns of a pool where it was not done.
@@ -265,11 +285,34 @@ fn domains(tree: &Value, domain: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use vmseal_api::compression::Compression;
+
     use super::*;
 
     fn coding(failures: u8, data_chunks: Option<u32>) -> NewPools {
         let layout = Some(Layout::ErasureCoding);
-        NewPools { failures, layout, data_chunks, failure_domain: None }
+        NewPools { failures, layout, data_chunks, ..NewPools::default() }
+    }
+
+    #[test]
+    fn the_pool_of_data_is_compressed_as_it_was_asked_for_and_that_of_names_is_not() {
+        let told = |settings: Vec<(&'static str, String)>| {
+            let told = settings.iter().map(|(variable, value)| format!("{variable}={value}"));
+            told.collect::<Vec<_>>().join(" ")
+        };
+        let mirroring = NewPools { failures: 2, ..NewPools::default() };
+        assert_eq!(told(settings_of_copies(mirroring, true)), "size=3 min_size=1");
+        let chunks = "allow_ec_overwrites=true min_size=4";
+        assert_eq!(told(settings_of_chunks(coding(2, None))), chunks);
+        for (mode, name) in [(Compression::Aggressive, "aggressive"), (Compression::None, "none")] {
+            let with = |asked: NewPools| NewPools { compression: Some(mode), ..asked };
+            let of_data = told(settings_of_copies(with(mirroring), true));
+            assert_eq!(of_data, format!("size=3 min_size=1 compression_mode={name}"));
+            let of_names = told(settings_of_copies(with(mirroring), false));
+            assert_eq!(of_names, "size=3 min_size=1");
+            let coded = told(settings_of_chunks(with(coding(2, None))));
+            assert_eq!(coded, format!("{chunks} compression_mode={name}"));
+        }
     }
 
     #[test]

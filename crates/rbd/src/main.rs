@@ -23,6 +23,7 @@ use clap::Parser;
 use fuser::{Config, Session, SessionACL};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use vmseal_api::compression::Compression;
 use vmseal_api::datastore::{Messenger, way_of};
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::rbd::Mounted;
@@ -89,6 +90,10 @@ struct Options {
     /// The data chunks (k) of an erasure-coded pool that is made, 2 to 32 [default: 2 for one failure, 4 for more]
     #[arg(long, value_name = "NUMBER", requires = "create")]
     data_chunks: Option<u32>,
+    /// How OSDs compress what they store of the pool of data that is made: none, passive, aggressive or force [default: as the cluster
+    /// has it]
+    #[arg(long, value_name = "MODE", requires = "create")]
+    compression: Option<Compression>,
     /// How data goes over the network: encrypted (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     messenger: Messenger,
@@ -268,7 +273,8 @@ fn serve(
 ) -> anyhow::Result<()> {
     let (cluster, key) = connect(options)?;
     if let Some(asked) = options.create {
-        let asked = NewPools { data_chunks: options.data_chunks, ..asked };
+        let Options { data_chunks, compression, .. } = *options;
+        let asked = NewPools { data_chunks, compression, ..asked };
         create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
             .with_context(|| format!("the pool '{}' is not made", options.pool))?;
     }

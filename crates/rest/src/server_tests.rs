@@ -112,6 +112,7 @@ impl Installation {
             existing: false,
             key: None,
             osd_encryption: None,
+            create_for_policy: None,
         };
         let _: Datastore = client.post("datastores", &datastore).await.unwrap();
         // The passphrase comes as a credential.

@@ -309,6 +309,9 @@ pub(super) fn arguments(records: &Path, path: &Path, pool: &RbdPool) -> Vec<OsSt
         if let Some(chunks) = asked.data_chunks {
             arguments.extend(["--data-chunks".into(), chunks.to_string().into()]);
         }
+        if let Some(mode) = asked.compression {
+            arguments.extend(["--compression".into(), mode.name().into()]);
+        }
     }
     arguments.push(path.into());
     arguments
@@ -437,6 +440,7 @@ pub(super) fn last_lines(log: &Path, from: u64) -> String {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use vmseal_api::compression::Compression;
     use vmseal_api::failure_domain::FailureDomain;
     use vmseal_api::new_pools::NewPools;
     use vmseal_api::redundancy::Layout;
@@ -547,6 +551,9 @@ pub(crate) mod tests {
         let chunks = NewPools { data_chunks: Some(8), ..asked };
         let with_chunks = "--create 1,erasure-coding,rack --data-chunks 8 /srv/ceph";
         assert!(told(chunks).ends_with(with_chunks), "{}", told(chunks));
+        let compressed = NewPools { compression: Some(Compression::Force), ..asked };
+        let with_mode = "--create 1,erasure-coding,rack --compression force /srv/ceph";
+        assert!(told(compressed).ends_with(with_mode), "{}", told(compressed));
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 88] = [
+pub const FEATURES: [&str; 89] = [
     "job-create",
     "job-export",
     NICS,
@@ -72,6 +72,7 @@ pub const FEATURES: [&str; 88] = [
     CREATE_POOLS,
     FAILURE_DOMAINS,
     DATA_CHUNKS,
+    POOL_COMPRESSION,
     POOL_KEYS,
     REMOUNT_POOLS,
     TRY_POOL_KEYS,
@@ -337,6 +338,9 @@ pub const FAILURE_DOMAINS: &str = "failure-domains";
 
 /// The feature of agents that make erasure-coded pools of as many data chunks as they are told.
 pub const DATA_CHUNKS: &str = "data-chunks";
+
+/// The feature of agents that make pools whose data is compressed as they are told.
+pub const POOL_COMPRESSION: &str = "pool-compression";
 
 /// The feature of agents that take the keys of pools of Ceph from the server.
 pub const POOL_KEYS: &str = "pool-keys";

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgGroup, Args, Subcommand};
 use vmseal_api::adopt::Rename;
+use vmseal_api::compression::Compression;
 use vmseal_api::datastore::{DatastoreLocation, Messenger, RbdPool};
 use vmseal_api::model;
 use vmseal_api::new_pools::NewPools;
@@ -46,12 +47,21 @@ pub struct PoolOptions {
     /// Make the pools, unless they are there, so that they outlive so many failures, such as 1 or 2,erasure-coding, which needs
     /// --data-pool. DOMAIN is what fails as one (osd, host, rack, room, datacenter), such as 1,rack; without it the cluster's default
     /// rule says it, which is usually host. The user must be allowed to
-    #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool")]
+    #[arg(long, value_name = "NUMBER[,LAYOUT][,DOMAIN]", requires = "pool", group = "made")]
     pub create: Option<NewPools>,
+    /// Make the pools, unless they are there, as this policy requires: with the failures that disks survive, the layout, the data chunks
+    /// and the failure domain that it names. If it asks for erasure coding, that needs --data-pool. The user must be allowed to
+    #[arg(long, value_name = "POLICY", requires = "pool", group = "made")]
+    pub create_for_policy: Option<String>,
     /// How many data chunks (k) an erasure-coded pool has that --create makes, 2 to 32. Its coding chunks (m) are as many as the failures,
     /// and the cluster needs k+m of what fails as one [default: 2 for one failure, 4 for more]
-    #[arg(long, value_name = "NUMBER", requires = "create")]
+    #[arg(long, value_name = "NUMBER", requires = "create", conflicts_with = "create_for_policy")]
     pub data_chunks: Option<u32>,
+    /// How the cluster compresses the data of the pool that --create or --create-for-policy makes: none, passive, aggressive or force, as
+    /// compression_mode of Ceph. It saves no room for encrypted disks, as ciphertext does not become smaller: it is for VMs in the clear
+    /// [default: as the cluster has it]
+    #[arg(long, value_name = "MODE", requires = "made")]
+    pub compression: Option<Compression>,
     /// How data goes over the network: encrypted and authenticated (secure), or with checksums (crc)
     #[arg(long, value_name = "MODE", default_value = "secure")]
     pub messenger: Messenger,
@@ -75,8 +85,10 @@ impl PoolOptions {
             None => Some(self.keyring.unwrap_or_else(keyring)),
         };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
-        let Self { user, data_pool, messenger, create, data_chunks, .. } = self;
-        let create = create.map(|create| NewPools { data_chunks, ..create });
+        let Self { user, data_pool, messenger, create, data_chunks, compression, .. } = self;
+        // What else pools for a policy are like, the server knows.
+        let made = create.or(compression.map(|_| NewPools::default()));
+        let create = made.map(|made| NewPools { data_chunks, compression, ..made });
         let pool = RbdPool {
             monitors,
             user,
@@ -256,4 +268,65 @@ pub enum Datastore {
         #[command(flatten)]
         dry_run: DryRun,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        pool: PoolOptions,
+    }
+
+    /// What is asked for pools that are made, and the policy that they are made for.
+    fn parse(line: &str) -> Result<(Option<NewPools>, Option<String>), String> {
+        let words = ["add", "--pool", "vms", "--monitors", "m"].into_iter();
+        let line = Line::try_parse_from(words.chain(line.split_whitespace()));
+        let pool = line.map_err(|error| error.to_string())?.pool;
+        let policy = pool.create_for_policy.clone();
+        let location = pool.location("ceph", None).unwrap();
+        Ok((location.pool().unwrap().create, policy))
+    }
+
+    #[test]
+    fn pools_are_made_by_numbers_or_for_a_policy_and_compressed_either_way() {
+        assert_eq!(parse("").unwrap(), (None, None));
+        let numbers: NewPools = "2,erasure-coding".parse().unwrap();
+        let chunks = NewPools { data_chunks: Some(8), ..numbers };
+        assert_eq!(
+            parse("--create 2,erasure-coding --data-chunks 8").unwrap(),
+            (Some(chunks), None)
+        );
+        let policy = Some("gold".to_owned());
+        assert_eq!(parse("--create-for-policy gold").unwrap(), (None, policy.clone()));
+        let compression = Some(Compression::Force);
+        assert_eq!(
+            parse("--create 2,erasure-coding --compression force").unwrap(),
+            (Some(NewPools { compression, ..numbers }), None)
+        );
+        // The rest is the policy's.
+        let compressed = NewPools { compression, ..NewPools::default() };
+        assert_eq!(
+            parse("--create-for-policy gold --compression force").unwrap(),
+            (Some(compressed), policy)
+        );
+    }
+
+    #[test]
+    fn what_says_twice_how_pools_are_made_is_refused() {
+        for (line, why) in [
+            ("--create 1 --create-for-policy gold", "cannot be used with"),
+            ("--create-for-policy gold --data-chunks 4", "cannot be used with"),
+            ("--data-chunks 4", "--create"),
+            ("--compression force", "--create-for-policy"),
+            ("--create 1 --compression lz4", "none, passive, aggressive, force"),
+        ] {
+            let said = parse(line).expect_err(line);
+            assert!(said.contains(why), "{line}: {said}");
+        }
+    }
 }

@@ -4,13 +4,14 @@ use anyhow::Context;
 use vmseal_api::client::ServerClient;
 use vmseal_api::datastore::{RbdPool, SetDatastore};
 use vmseal_api::host::DatastoreLocation;
-use vmseal_api::model::Datastore;
+use vmseal_api::model::{Datastore, Policy};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
 use super::{adopt, datastore_key, datastore_remount, datastore_way, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
+use crate::stream::say;
 
 pub async fn run(
     server: &ServerClient,
@@ -25,6 +26,7 @@ pub async fn run(
         arguments::Datastore::Add { name, host, path, pool, existing, dry_run } => {
             let (key_file, user) = (pool.key_file.clone(), pool.user.clone());
             let osd_encryption = pool.osd_encryption;
+            let create_for_policy = pool.create_for_policy.clone();
             let dir = path.clone().map(|path| DatastoreLocation::Dir { path });
             let location = pool.location(&name, path).or(dir);
             let location = location.context("give --path or --pool")?;
@@ -32,16 +34,16 @@ pub async fn run(
                 Some(file) => Some(datastore_key::sealed(server, &file, &user, &name).await?),
                 None => None,
             };
-            let request = AddDatastore { name, host, location, existing, key, osd_encryption };
-            if dry_run.dry_run {
-                return plan::show(output, &server.try_post("datastores", &request).await?);
-            }
-            // Only a plan says what new pools risk.
-            if request.location.pool().is_some_and(|pool| pool.create.is_some()) {
-                plan::warn(&server.try_post("datastores", &request).await?);
-            }
-            let datastore: Datastore = server.post("datastores", &request).await?;
-            print::one(output, &datastore, &[])
+            let request = AddDatastore {
+                name,
+                host,
+                location,
+                existing,
+                key,
+                osd_encryption,
+                create_for_policy,
+            };
+            add(server, output, &request, dry_run.dry_run).await
         }
         arguments::Datastore::Set {
             name,
@@ -102,6 +104,41 @@ pub async fn run(
     }
 }
 
+/// Adds a datastore, or says what would be done; and what is to be known of pools that are made for it.
+async fn add(
+    server: &ServerClient,
+    output: Output,
+    request: &AddDatastore,
+    dry_run: bool,
+) -> anyhow::Result<()> {
+    if dry_run {
+        return plan::show(output, &server.try_post("datastores", request).await?);
+    }
+    let by_numbers = request.location.pool().is_some_and(|pool| pool.create.is_some());
+    // Only a plan says what new pools risk.
+    if by_numbers || request.create_for_policy.is_some() {
+        plan::warn(&server.try_post("datastores", request).await?);
+    }
+    let datastore: Datastore = server.post("datastores", request).await?;
+    if let Some(policy) = &request.create_for_policy {
+        // The datastore is added: that the policy cannot be read now is no failure of that.
+        let policy = server.get::<Policy>(&format!("policies/{policy}")).await;
+        if let Some(what) = policy.ok().and_then(|policy| lacking(&datastore, &policy)) {
+            say(format!("warning: {what}"));
+        }
+    }
+    print::one(output, &datastore, &[])
+}
+
+/// What a datastore lacks of what the policy requires that its pools were to be made for: pools that were there stay as they are.
+fn lacking(datastore: &Datastore, policy: &Policy) -> Option<String> {
+    let why = policy.redundancy.lacking(&datastore.pools)?;
+    let (datastore, policy) = (&datastore.name, &policy.name);
+    Some(format!(
+        "datastore '{datastore}' is not as policy '{policy}' requires: {why}. Pools that were there already stay as they are"
+    ))
+}
+
 /// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
 /// pool, that it lacks room, whether its OSDs are encrypted, and how data goes between them.
 pub fn details(datastore: &Datastore) -> Vec<(&'static str, String)> {
@@ -149,5 +186,25 @@ mod tests {
         let lines = said(Some("quota_used_up"));
         assert!(lines[0].starts_with("vms: mirroring, 3 copies"), "{lines:?}");
         assert!(lines[1].starts_with("pool 'vms' is full: its quota is used up"), "{lines:?}");
+    }
+
+    #[test]
+    fn pools_that_were_there_and_are_not_as_the_policy_requires_are_told() {
+        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
+        let policy = |failures: u8| -> Policy {
+            let redundancy = json!({ "failures": failures });
+            let policy = json!({
+                "id": id, "name": "gold", "encryption": true, "redundancy": redundancy,
+            });
+            serde_json::from_value(policy).unwrap()
+        };
+        let layout = json!({ "is": "mirroring", "copies": 3, "copies_min": 2 });
+        let facts = json!({ "pool": "vms", "layout": layout, "failure_domain": "host" });
+        let datastore = json!({ "id": id, "name": "ceph", "hosts": [], "pools": [facts] });
+        let datastore: Datastore = serde_json::from_value(datastore).unwrap();
+        assert_eq!(lacking(&datastore, &policy(1)), None);
+        let told = lacking(&datastore, &policy(2)).unwrap();
+        let begins = "datastore 'ceph' is not as policy 'gold' requires: pool 'vms' has";
+        assert!(told.starts_with(begins), "{told}");
     }
 }

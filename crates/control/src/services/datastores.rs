@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
+use vmseal_api::compression::Compression;
 use vmseal_api::datastore::{
     DatastoreCondition, DatastoreHost, DatastoreScan, LOCATION_PATH_MAX, MountFacts, MountedKey,
     MountedWay, RbdPool, SetDatastore, SetDatastoreKey,
 };
 use vmseal_api::host::version::{
-    CREATE_POOLS, DATA_CHUNKS, DESCRIPTORS, FAILURE_DOMAINS, POOL_KEYS, POOL_WAYS, RBD_DATASTORES,
+    CREATE_POOLS, DATA_CHUNKS, DESCRIPTORS, FAILURE_DOMAINS, POOL_COMPRESSION, POOL_KEYS,
+    POOL_WAYS, RBD_DATASTORES,
 };
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
@@ -20,7 +22,10 @@ use vmseal_secret::SecretBytes;
 
 use super::caller::{Caller, Privilege};
 use super::scan::compare;
-use super::{Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of, stated_osds};
+use super::{
+    Outcome, PageRequest, Services, datastore_keys, datastore_ways, page_of, pools_for_policy,
+    stated_osds,
+};
 use crate::hosts::pool_keys;
 use crate::store::datastores::{OnHost, Osds};
 use crate::store::events::NewEvent;
@@ -130,6 +135,11 @@ pub(super) fn can_mount(
             "makes no pools with a number of data chunks (k) of one's choice",
         ),
         (
+            create.compression.is_some(),
+            POOL_COMPRESSION,
+            "makes no pools with compression of one's choice",
+        ),
+        (
             pool.changed.is_some(),
             POOL_WAYS,
             "does not know pools whose monitors, user or messenger were changed",
@@ -214,14 +224,19 @@ pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem
 
 /// What is to be done for a datastore whose pools may not be there: they cannot be looked at without being made.
 fn with_new_pools(request: &AddDatastore, pool: &RbdPool) -> Plan {
-    let asked = pool.create.map_or_else(String::new, |asked| asked.to_string());
+    let create = pool.create.unwrap_or_default();
+    let asked = match &request.create_for_policy {
+        Some(policy) => format!("policy '{policy}' ({create})"),
+        None => create.to_string(),
+    };
     let data = pool.data_pool.as_ref().map_or_else(String::new, |data| format!(" and '{data}'"));
     let steps = vec![
         format!("make the pool '{}'{data} for {asked}, unless it is there", pool.pool),
         format!("have host '{}' mark it as this datastore", request.host),
         "add it to the inventory".to_owned(),
     ];
-    let warnings = pool.create.and_then(|asked| asked.redundancy().risk()).into_iter().collect();
+    let cautions = [create.redundancy().risk(), create.compression.and_then(Compression::caution)];
+    let warnings = cautions.into_iter().flatten().collect();
     let (kind, target) = ("datastore.add".to_owned(), request.name.clone());
     Plan { kind, target, steps, warnings, ..Plan::default() }
 }
@@ -241,6 +256,7 @@ pub async fn add(
         return Err(Problem::invalid("osd_encryption", stated_osds::NO_OSDS));
     }
     datastore_keys::check(&request)?;
+    let request = pools_for_policy::resolve(services, request).await?;
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),

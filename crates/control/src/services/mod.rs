@@ -23,6 +23,7 @@
 //! | [`sharing`] | datastores that several hosts have |
 //! | `datastore_keys`, `datastore_ways` | the keys of pools that the server holds, and how hosts get to pools |
 //! | `stated_osds` | what administrators state of the OSDs of pools' clusters |
+//! | `pools_for_policy` | pools that are made for a policy |
 //! | [`remount`] | pools that hosts mount anew, with the key of now |
 //! | [`adopt`] | VMs of a datastore that the inventory does not have |
 //! | [`usage`] | what VMs use, and what is left of hosts |
@@ -59,6 +60,7 @@ pub mod mirror;
 mod nics;
 pub mod passphrases;
 pub mod policies;
+mod pools_for_policy;
 pub mod proofs;
 pub mod providers;
 pub mod recrypt;

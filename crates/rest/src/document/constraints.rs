@@ -48,8 +48,8 @@ mod together;
 use self::together::{
     backup_with_passphrase, chunks_of_coding, deep_or_with_provider, disks_or_policy,
     drive_with_order, encryption_with_provider, format_with_protection, image_with_format,
-    key_with_pool, keyring_or_key, linked_with_snapshot, memory_of_pages, name_or_new_vm,
-    policy_with_remote, stripes_in_objects, suspended_at_rest, user_data_or_user,
+    keyring_or_key, linked_with_snapshot, memory_of_pages, name_or_new_vm, policy_with_remote,
+    stripes_in_objects, suspended_at_rest, user_data_or_user,
 };
 
 /// A name that a person chooses, and no id. What is refused is a text: of null, where that is allowed, a pattern alone says nothing.
@@ -487,7 +487,7 @@ fn of_bodies() -> Vec<(&'static str, Value)> {
         ("TrustServer/properties/authorities", pem()),
         ("AddProvider/properties/backup", base64()),
         ("VerifyBackup/properties/backup", base64()),
-        ("AddDatastore", key_with_pool()),
+        ("AddDatastore", together::new_datastore()),
         ("SetDatastore", keyring_or_key()),
         ("NewPools/properties/failure_domain", domain_of_new_pools()),
         ("ImageLayout", stripes_in_objects()),

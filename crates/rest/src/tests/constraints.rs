@@ -335,6 +335,7 @@ fn of_resources(api: &Api) -> Vec<Try> {
     let pool = |pool: Value| json!({ "kind": "rbd", "path": "/more", "pool": pool });
     let monitors = json!({ "monitors": "192.0.2.1", "user": "client.a", "pool": "vms" });
     let new_pools = with(&monitors, "/create", json!({ "failures": 1, "failure_domain": "row" }));
+    let compressed = with(&monitors, "/create", json!({ "compression": "aggressive" }));
     let coding =
         |chunks: u32| json!({ "failures": 2, "layout": "erasure_coding", "data_chunks": chunks });
     let copies = json!({ "failures": 2, "data_chunks": 4 });
@@ -403,6 +404,7 @@ fn of_resources(api: &Api) -> Vec<Try> {
                 ),
                 ("/location", pool(new_pools), "location.pool.create"),
                 ("/osd_encryption", json!("yes"), "osd_encryption"),
+                ("/create_for_policy", json!("plain"), "create_for_policy"),
                 ("/key", key.clone(), "key"),
             ],
         },
@@ -433,6 +435,19 @@ fn of_resources(api: &Api) -> Vec<Try> {
                 ("/location/pool/create", copies, "location.pool.create.data_chunks"),
                 ("/location/pool/keyring", json!("/keyring"), "key"),
                 ("/key", Value::Null, "location.pool.keyring"),
+            ],
+        },
+        Try {
+            method: Method::POST,
+            path: "datastores?dry_run=true",
+            schema: "AddDatastore",
+            body: json!({
+                "name": "more", "host": "none", "key": key, "location": pool(compressed),
+                "create_for_policy": "none",
+            }),
+            refused: vec![
+                ("/location/pool/create", json!({ "failures": 1 }), "create_for_policy"),
+                ("/location/pool/create", json!({ "failure_domain": "rack" }), "create_for_policy"),
             ],
         },
         Try {

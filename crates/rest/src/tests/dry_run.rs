@@ -386,6 +386,13 @@ async fn who_asks_for_redundancy_is_told_what_guests_risk_that_go_on() {
     });
     pool["create"] = failures(1);
     let location = json!({ "kind": "rbd", "path": "/more", "pool": pool });
-    let datastore = json!({ "name": "more", "host": "here", "location": location });
+    let mut datastore = json!({ "name": "more", "host": "here", "location": location });
+    assert_eq!(told(Method::POST, "datastores", datastore.clone()).await, 1);
+    // The same where a policy says it.
+    let asked = json!({ "redundancy": failures(1) });
+    let set = api.raw(Method::PATCH, "policies/encrypted", asked.to_string()).await;
+    assert_eq!(set.status, 200, "{}", set.body);
+    datastore["create_for_policy"] = json!("encrypted");
+    datastore["location"]["pool"]["create"] = Value::Null;
     assert_eq!(told(Method::POST, "datastores", datastore).await, 1);
 }

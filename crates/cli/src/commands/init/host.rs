@@ -177,9 +177,15 @@ impl Init {
         let host = self.own_host().await?.context("the host has not joined")?;
         let path = self.options.datastore.clone();
         let (name, location) = (DATASTORE.to_owned(), DatastoreLocation::Dir { path });
-        let (existing, key, osd_encryption) = (false, None, None);
-        let request =
-            AddDatastore { name, host: host.name, location, existing, key, osd_encryption };
+        let request = AddDatastore {
+            name,
+            host: host.name,
+            location,
+            existing: false,
+            key: None,
+            osd_encryption: None,
+            create_for_policy: None,
+        };
         let datastore: Datastore = self.server()?.post("datastores", &request).await?;
         let free = datastore
             .usage

@@ -55,6 +55,7 @@ pub(in crate::services) fn request(key: Option<SealedPassphrase>) -> AddDatastor
         existing: false,
         key,
         osd_encryption: None,
+        create_for_policy: None,
     }
 }
 

@@ -287,8 +287,13 @@ fn changed_encryption_with_provider() -> Value {
     ] })
 }
 
-/// A pool of Ceph has a keyring on its host or comes with its key; a directory has neither, nor OSDs.
-pub(super) fn key_with_pool() -> Value {
+/// All that is said of a datastore that is added.
+pub(super) fn new_datastore() -> Value {
+    json!({ "allOf": [key_with_pool(), policy_or_numbers()] })
+}
+
+/// A pool of Ceph has a keyring on its host or comes with its key; a directory has neither, nor OSDs, nor pools that are made.
+fn key_with_pool() -> Value {
     let nothing = json!({ "type": "null" });
     let of_kind = |kind: &str| json!({ "kind": { "const": kind } });
     let pool = |pool: Value| json!({ "properties": { "kind": { "const": "rbd" }, "pool": pool }, "required": ["pool"] });
@@ -300,12 +305,29 @@ pub(super) fn key_with_pool() -> Value {
             "location": { "properties": of_kind("dir") },
             "key": nothing,
             "osd_encryption": nothing,
+            "create_for_policy": nothing,
         } },
         { "properties": { "location": pool(with_keyring), "key": nothing } },
         {
             "properties": { "location": pool(without_keyring), "key": { "type": "object" } },
             "required": ["key"],
         },
+    ] })
+}
+
+/// Pools are made for a policy, or by numbers: not both. Their compression is no policy's.
+fn policy_or_numbers() -> Value {
+    let nothing = json!({ "type": "null" });
+    let no_numbers = json!({ "properties": {
+        "failures": { "const": 0 },
+        "layout": nothing,
+        "data_chunks": nothing,
+        "failure_domain": nothing,
+    } });
+    let pool = json!({ "properties": { "create": no_numbers } });
+    json!({ "anyOf": [
+        { "properties": { "create_for_policy": nothing } },
+        { "properties": { "location": { "properties": { "pool": pool } } } },
     ] })
 }
 
