@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Deserialize;
 
-use super::{Checked, DefinitionError, Rounds, not_repeated, zero};
+use super::{AxisValue, Checked, DefinitionError, Rounds, not_repeated, zero};
 
 /// What the guest of a migration can fill, in MiB: a machine has its memory in one piece up to 2 GiB.
 const TOUCHED_MAX_MIB: u64 = 1920;
@@ -41,6 +41,9 @@ pub const MIGRATION_SYSTEMS: [&str; 13] = [
 
 /// Those that go over long lines, copy disks, have redis, and run on: of vmseal, with both hosts alike.
 const OF_VMSEAL: usize = 4;
+
+/// The axis of what clients ask.
+pub const MIXES: &str = "mixes";
 
 /// The points at which migrations are measured: every combination.
 #[derive(Clone, Debug, Deserialize)]
@@ -113,6 +116,12 @@ impl TryFrom<String> for Mix {
     }
 }
 
+impl From<Mix> for AxisValue {
+    fn from(mix: Mix) -> Self {
+        Self::Name(mix.to_string())
+    }
+}
+
 impl fmt::Display for Mix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -133,6 +142,12 @@ impl MigrationMatrix {
             ("line_mbit", self.line_mbit.clone()),
             ("rtt_us", self.rtt_us.clone()),
         ])
+    }
+
+    /// The key that a point can be told by and whose values are names, where it has values.
+    pub(super) fn named_axis(&self) -> Option<(&'static str, Vec<AxisValue>)> {
+        let mixes: Vec<AxisValue> = self.mixes.iter().map(|mix| (*mix).into()).collect();
+        Some((MIXES, mixes)).filter(|(_, mixes)| !mixes.is_empty())
     }
 
     /// Whether the hosts have networks of their own, with a line between them.

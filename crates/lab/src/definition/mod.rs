@@ -17,7 +17,7 @@ pub use self::axis::AxisValue;
 pub use self::claims::{Check, Claim, Comparable};
 use self::loads::DEPTH_MAX;
 pub use self::loads::LoadSpec;
-pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+pub use self::migration::{MIGRATION_SYSTEMS, MIXES, MigrationMatrix, MigrationSteps, Mix};
 pub use self::pools::{CLUSTERS, REDUNDANCY};
 use crate::ceph::redundancy::Raid;
 use crate::ceph::setup::Setup;
@@ -404,7 +404,11 @@ impl Definition {
         };
         let values = |of: Vec<u64>| of.into_iter().map(AxisValue::from).collect::<Vec<_>>();
         let axes = numbers.into_iter().map(|(axis, of)| (axis, values(of)));
-        axes.chain(self.named_axes()).collect()
+        let mixes = match &self.matter {
+            Matter::Migration(matrix, _) => matrix.named_axis(),
+            Matter::Disk(..) | Matter::Operation(..) => None,
+        };
+        axes.chain(self.named_axes()).chain(mixes).collect()
     }
 
     /// The experiment with what its extent has in place of the matrix's.
@@ -483,10 +487,7 @@ impl Checked<'_> {
             Matter::Operation(matrix, steps) => self.operation(matrix, steps)?,
             Matter::Migration(matrix, steps) => self.migration(matrix, steps)?,
         }
-        let mut points: usize = definition.axes().values().map(Vec::len).product();
-        if let Matter::Migration(matrix, _) = &definition.matter {
-            points *= matrix.mixes.len().max(1);
-        }
+        let points: usize = definition.axes().values().map(Vec::len).product();
         self.range("number of points of matrix", points, (1, POINTS_MAX))?;
         definition.claim.iter().try_for_each(|claim| self.claim(definition, claim))
     }

@@ -35,7 +35,9 @@ use self::meter::Ends;
 use self::moved::Moved;
 use self::redis::RedisGuest;
 use crate::claim::Place;
-use crate::definition::{AxisValue, MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::definition::{
+    AxisValue, MIGRATION_SYSTEMS, MIXES, MigrationMatrix, MigrationSteps, Mix,
+};
 use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample, Served};
@@ -164,8 +166,9 @@ fn tasks(id: &str, matrix: &MigrationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<P
             let round_trip = Duration::from_micros(rtt_us);
             tasks.push(Task { workload, guest, mix, disk_mib, line_mbit, round_trip });
             let axes = axes.iter().map(|(axis, ..)| *axis).zip(point.map(AxisValue::from));
+            let asked = mix.map(|mix| (MIXES, AxisValue::from(mix)));
             places.push(Place {
-                axes: axes.collect::<BTreeMap<_, _>>(),
+                axes: axes.chain(asked).collect::<BTreeMap<_, _>>(),
                 workloads: vec![(workload, None)],
                 loads: Vec::new(),
             });

@@ -254,6 +254,10 @@ fn summarize(
         let within = |(_, answered): &&Answer| *answered >= from && *answered < to;
         answers.iter().filter(within).count() as f64 / to.saturating_sub(from).as_secs_f64()
     };
+    let latency = |from: Duration, to: Duration| {
+        let within = answers.iter().filter(|(_, answered)| *answered >= from && *answered < to);
+        median(within.map(|(sent, answered)| *answered - *sent).collect())
+    };
     let by_tenth = dip::counted(answers, end);
     let silence = dip::silence(answers, (from, to));
     let meanwhile = answers.iter().filter(|(_, answered)| *answered >= from);
@@ -268,8 +272,17 @@ fn summarize(
         by_tenth,
         // The client does not know.
         stood_still: f64::NAN,
+        latency_before: latency(WARM_UP, from),
+        latency_during: latency(from, to),
+        latency_after: latency(to, end),
     };
     (served, longest)
+}
+
+/// The median of times, in nanoseconds; not a number where there are none.
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort_unstable();
+    times.get(times.len() / 2).map_or(f64::NAN, |time| time.as_nanos() as f64)
 }
 
 /// A connection to redis.
