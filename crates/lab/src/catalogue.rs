@@ -56,7 +56,8 @@ const FILES: &[(&str, &str)] = &files![
     "migration-compression",
     "migration-distance",
     "migration-mixes",
-    "migration-course"
+    "migration-course",
+    "migration-database"
 ];
 
 /// An experiment, as it is listed.

@@ -150,7 +150,7 @@ fn goal(check: &Check, workload: &str, beside: Option<&str>) -> Goal {
         workload: workload.to_owned(),
         beside: beside.map(str::to_owned),
         compare: match check.denominator {
-            Some(_) => Compare::Ratio,
+            Some(_) => check.compare,
             None => Compare::Alone,
         },
         percentile: None,
@@ -188,6 +188,7 @@ mod tests {
             measure: Metric::Iops,
             numerator: "ours".to_owned(),
             denominator: Some("theirs".to_owned()),
+            compare: Compare::Ratio,
             relation: Relation::AtLeast,
             value,
             operations: Vec::new(),
@@ -326,6 +327,25 @@ mod tests {
         let one = vec!["mixed".to_owned()];
         assert_eq!(judged(Metric::ReadByWrite, 1.0), (ClaimVerdict::Met, one.clone()));
         assert_eq!(judged(Metric::ReadByWrite, 0.4), (ClaimVerdict::NotMet, one));
+    }
+
+    #[test]
+    fn a_difference_is_judged_in_the_unit_of_its_measure() {
+        // Gaps of 40 ms, and ours of 36.4 to 38.1 ms.
+        let cells = rounds(&[1.05, 1.06, 1.07, 1.08, 1.1]);
+        let outcome = Outcome { cells, ..Outcome::default() };
+        let judged = |value| {
+            let mut claim = claim(value);
+            claim.checks[0].measure = Metric::Gap;
+            claim.checks[0].compare = Compare::Difference;
+            claim.checks[0].relation = Relation::AtMost;
+            let places = [place(&[("disks", AxisValue::Number(2))], &["w"])];
+            let assessed = assess(&claim, &places, &outcome, 2);
+            (assessed.verdict, assessed.found[0].goal.compare)
+        };
+        assert_eq!(judged(-1.6e6), (ClaimVerdict::Met, Compare::Difference));
+        assert_eq!(judged(-3e6), (ClaimVerdict::NotResolved, Compare::Difference));
+        assert_eq!(judged(-4e6), (ClaimVerdict::NotMet, Compare::Difference));
     }
 
     #[test]

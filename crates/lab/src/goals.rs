@@ -37,6 +37,13 @@ pub enum Compare {
     Alone,
 }
 
+impl Compare {
+    /// Whether it is what files need not say.
+    pub(crate) fn is_ratio(&self) -> bool {
+        *self == Self::Ratio
+    }
+}
+
 /// A goal: one metric of two systems, or of one, under one load.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

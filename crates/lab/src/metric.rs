@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::idle::{IDLE, Idle};
-use crate::outcome::{Cell, Times};
+use crate::outcome::{Cell, Served, Times};
 use crate::statistics::Interval;
 
 /// How long a line of 10 Gb/s takes for a GiB, in nanoseconds.
@@ -79,6 +79,14 @@ pub enum Metric {
     RequestsDuring,
     /// Those afterwards.
     RequestsAfter,
+    /// The median time of those that it answers before, in nanoseconds.
+    LatencyBefore,
+    /// Of those while it moves.
+    LatencyDuring,
+    /// Of those afterwards.
+    LatencyAfter,
+    /// How long a guest that a client asks stands still by what the task says, in seconds.
+    SwitchOver,
     /// How long it takes from a switch-over until a guest answers as much as before it moved, in seconds.
     Recovery,
     /// How long no client gets an answer at a switch-over, by how long the guest stands still.
@@ -120,6 +128,10 @@ impl Metric {
             Self::RequestsBefore => "requests per second before",
             Self::RequestsDuring => "requests per second meanwhile",
             Self::RequestsAfter => "requests per second afterwards",
+            Self::LatencyBefore => "median latency before",
+            Self::LatencyDuring => "median latency meanwhile",
+            Self::LatencyAfter => "median latency afterwards",
+            Self::SwitchOver => "time of the switch-over",
             Self::Recovery => "time until requests are as before",
             Self::DipByStandstill => "time without an answer by that of the switch-over",
         }
@@ -143,6 +155,11 @@ impl Metric {
         let idle = |value: fn(&Idle) -> f64| {
             let wanted = |idle: &&Idle| idle.system == system && workload == IDLE;
             all_idle.iter().filter(wanted).map(|idle| (idle.round, value(idle))).collect()
+        };
+        let served = |value: fn(&Served) -> f64| {
+            let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
+            let value = |cell: &Cell| cell.served.as_ref().map_or(f64::NAN, value);
+            all_cells.iter().filter(wanted).map(|cell| (cell.round, value(cell))).collect()
         };
         let times = |value: fn(&Times) -> Option<f64>| {
             let wanted = |cell: &&Cell| cell.system == system && cell.workload == workload;
@@ -179,19 +196,15 @@ impl Metric {
                 cells(|cell| cell.destination_cpu_per_gib.map_or(f64::NAN, cores_at_10_gbit))
             }
             Self::Spread => cells(|cell| cell.p99 / cell.p50),
-            Self::RequestsBefore => {
-                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.before))
-            }
-            Self::RequestsDuring => {
-                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.during))
-            }
-            Self::RequestsAfter => {
-                cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.after))
-            }
-            Self::Recovery => cells(|cell| cell.served.as_ref().map_or(f64::NAN, |it| it.recovery)),
-            Self::DipByStandstill => cells(|cell| {
-                cell.served.as_ref().map_or(f64::NAN, |it| it.silence / it.stood_still)
-            }),
+            Self::RequestsBefore => served(|it| it.before),
+            Self::RequestsDuring => served(|it| it.during),
+            Self::RequestsAfter => served(|it| it.after),
+            Self::LatencyBefore => served(|it| it.latency_before),
+            Self::LatencyDuring => served(|it| it.latency_during),
+            Self::LatencyAfter => served(|it| it.latency_after),
+            Self::SwitchOver => served(|it| it.stood_still),
+            Self::Recovery => served(|it| it.recovery),
+            Self::DipByStandstill => served(|it| it.silence / it.stood_still),
             Self::IdleCpu => idle(|idle| idle.cpu / idle.seconds),
             Self::IdleWakeups => idle(|idle| idle.waits / idle.seconds),
         }
@@ -218,10 +231,12 @@ impl Metric {
             | Self::WriteMean
             | Self::WriteP50
             | Self::WriteP95 => (1e3, 2, "µs"),
-            Self::Gap => (1e6, 2, "ms"),
+            Self::Gap | Self::LatencyBefore | Self::LatencyDuring | Self::LatencyAfter => {
+                (1e6, 2, "ms")
+            }
             Self::Memory | Self::ReadBytes => (1_048_576.0, 1, "MiB"),
             Self::Neighbour => (1e6, 1, "M/s"),
-            Self::Seconds | Self::Recovery => (1.0, 3, "s"),
+            Self::Seconds | Self::SwitchOver | Self::Recovery => (1.0, 3, "s"),
             Self::CpuPerGib => (1e9, 2, "s/GiB"),
             Self::SourceCores | Self::DestinationCores => (1.0, 3, "cores"),
             Self::Spread | Self::P95ByMean | Self::ReadByWrite | Self::DipByStandstill => {
@@ -252,7 +267,7 @@ impl Metric {
 mod tests {
     use super::*;
     use crate::goals::tests::cell;
-    use crate::outcome::{RequestTimes, Served};
+    use crate::outcome::RequestTimes;
 
     #[test]
     fn reads_and_writes_are_measured_apart_where_there_were_any() {
@@ -307,8 +322,38 @@ mod tests {
     }
 
     #[test]
+    fn what_clients_notice_of_a_move_has_three_latencies_and_the_switch_over() {
+        let served = Served {
+            latency_before: 1e6,
+            latency_during: 4e6,
+            latency_after: 2e6,
+            stood_still: 0.25,
+            ..Served::default()
+        };
+        let asked = Cell { served: Some(served), ..cell(0, "ours", "w", 100.0) };
+        // One that stood still as long without a client.
+        let cells = [asked, cell(1, "ours", "w", 16.0)];
+        let of = |metric: Metric| metric.of(&cells, &[], "ours", "w");
+        for (metric, value, shown) in [
+            (Metric::LatencyBefore, 1e6, "1.00 ms"),
+            (Metric::LatencyDuring, 4e6, "4.00 ms"),
+            (Metric::LatencyAfter, 2e6, "2.00 ms"),
+            (Metric::SwitchOver, 0.25, "0.250 s"),
+        ] {
+            let found = of(metric);
+            assert_eq!(found[0], (0, value), "{metric:?}");
+            assert!(found[1].1.is_nan(), "{metric:?}: nobody has asked");
+            assert_eq!(metric.show(value), shown);
+        }
+    }
+
+    #[test]
     fn files_name_measures_so() {
         for (name, metric) in [
+            ("latency_before", Metric::LatencyBefore),
+            ("latency_during", Metric::LatencyDuring),
+            ("latency_after", Metric::LatencyAfter),
+            ("switch_over", Metric::SwitchOver),
             ("recovery", Metric::Recovery),
             ("dip_by_standstill", Metric::DipByStandstill),
             ("source_cores", Metric::SourceCores),

@@ -184,7 +184,7 @@ impl RequestTimes {
     }
 }
 
-/// What a guest answered while it moved from one host to another, in requests per second.
+/// What a guest answered while it moved from one host to another: requests per second, and how long they took.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Served {
     /// Before.
@@ -201,6 +201,12 @@ pub struct Served {
     pub recovery: f64,
     /// How long the guest stood still by what the task says of the move, in seconds.
     pub stood_still: f64,
+    /// The median time of the requests that were answered before, in nanoseconds.
+    pub latency_before: f64,
+    /// Meanwhile.
+    pub latency_during: f64,
+    /// Afterwards.
+    pub latency_after: f64,
     /// The answers in each tenth of a second after the client began.
     pub by_tenth: Vec<u64>,
 }

@@ -394,7 +394,8 @@ impl RunReport {
                         cpu_ns_per_gib,requests_before_per_second,requests_during_per_second,\
                         requests_after_per_second,mean_ns,p95_ns,read_mean_ns,read_p50_ns,read_p95_ns,\
                         write_mean_ns,write_p50_ns,write_p95_ns,storage_cpu_ns_per_io,\
-                        source_cpu_ns_per_gib,destination_cpu_ns_per_gib,dip_seconds,recovery_seconds\n"
+                        source_cpu_ns_per_gib,destination_cpu_ns_per_gib,dip_seconds,recovery_seconds,\
+                        switch_over_seconds,latency_before_ns,latency_during_ns,latency_after_ns\n"
                 .to_owned();
         for experiment in &self.experiments {
             for measured in &experiment.measured {
@@ -443,7 +444,7 @@ impl RunReport {
 
 /// The last columns of a line: times of all requests, of reads and of writes, the storage's CPU time; of a migration the CPU time of
 /// either end, and what a client noticed.
-fn apart(cell: &Cell) -> [f64; 13] {
+fn apart(cell: &Cell) -> Vec<f64> {
     let of = |which: fn(&Times) -> Option<RequestTimes>| {
         let times = cell.times.as_ref().and_then(which);
         times.map_or([f64::NAN; 3], |it| [it.mean, it.p50, it.p95])
@@ -453,9 +454,12 @@ fn apart(cell: &Cell) -> [f64; 13] {
     let [storage, source, destination] =
         [cell.storage_cpu_per_io, cell.source_cpu_per_gib, cell.destination_cpu_per_gib]
             .map(|value| value.unwrap_or(f64::NAN));
-    let noticed = cell.served.as_ref().map(|it| (it.silence, it.recovery));
-    let (dip, recovery) = noticed.unwrap_or((f64::NAN, f64::NAN));
-    [mean, p95, a, b, c, d, e, f, storage, source, destination, dip, recovery]
+    let measured = [mean, p95, a, b, c, d, e, f, storage, source, destination];
+    let noticed = cell.served.as_ref().map_or([f64::NAN; 6], |it| {
+        let (before, during, after) = (it.latency_before, it.latency_during, it.latency_after);
+        [it.silence, it.recovery, it.stood_still, before, during, after]
+    });
+    [&measured[..], &noticed].concat()
 }
 
 #[cfg(test)]
@@ -518,7 +522,13 @@ mod tests {
             times: Some(Times { all: one, reads: Some(two), writes: None }),
             storage_cpu_per_io: Some(31.0),
             destination_cpu_per_gib: Some(41.0),
-            served: Some(Served { silence: 0.5, recovery: 1.5, ..Served::default() }),
+            served: Some(Served {
+                silence: 0.5,
+                recovery: 1.5,
+                stood_still: 0.25,
+                latency_during: 51.0,
+                ..Served::default()
+            }),
             ..cell(0, "ours", "w", 100.0)
         };
         let csv = of_cells(vec![mixed, cell(0, "theirs", "w", 100.0)]).csv();
@@ -533,6 +543,8 @@ mod tests {
         let ends = (of(1, "source_cpu_ns_per_gib"), of(1, "destination_cpu_ns_per_gib"));
         assert_eq!(ends, ("", "41"));
         assert_eq!((of(1, "dip_seconds"), of(1, "recovery_seconds")), ("0.5", "1.5"));
+        assert_eq!((of(1, "switch_over_seconds"), of(2, "switch_over_seconds")), ("0.25", ""));
+        assert_eq!((of(1, "latency_during_ns"), of(2, "latency_after_ns")), ("51", ""));
         assert_eq!((of(2, "mean_ns"), of(2, "neighbour_per_second")), ("", ""));
     }
 }

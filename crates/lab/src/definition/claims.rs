@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     AXIS_MAX, AxisValue, Checked, Definition, DefinitionError, LoadSpec, Matter, Operation,
 };
-use crate::goals::{Metric, Relation};
+use crate::goals::{Compare, Metric, Relation};
 
 /// What is said of the result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,7 +37,10 @@ pub struct Check {
     /// The system below the line; none where the value is of the other one alone, in the measure's unit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub denominator: Option<String>,
-    /// On which side of the value the ratio, or what is found alone, must be.
+    /// What is compared with the value where there is a system below the line: the ratio, or the difference in the measure's unit.
+    #[serde(default, skip_serializing_if = "Compare::is_ratio")]
+    pub compare: Compare,
+    /// On which side of the value that, or what is found alone, must be.
     pub relation: Relation,
     /// The value.
     pub value: f64,
@@ -97,6 +100,7 @@ impl Checked<'_> {
                     return self.refuse(key, denominator, "another system");
                 }
             }
+            self.compare(check)?;
             if !definition.measures.contains(&check.measure) {
                 let found = format!("{:?}", check.measure);
                 return self.refuse("claim.checks.measure", found, "one of measures");
@@ -134,5 +138,15 @@ impl Checked<'_> {
             }
         }
         claim.comparable.iter().try_for_each(|it| known("claim.comparable.system", &it.system))
+    }
+
+    /// A difference takes two systems, and one alone has none below the line.
+    fn compare(&self, check: &Check) -> Result<(), DefinitionError> {
+        let key = "claim.checks.compare";
+        match (check.compare, &check.denominator) {
+            (Compare::Difference, None) => self.refuse(key, "difference", "with a denominator"),
+            (Compare::Alone, Some(_)) => self.refuse(key, "alone", "without a denominator"),
+            _ => Ok(()),
+        }
     }
 }

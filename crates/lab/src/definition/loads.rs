@@ -58,6 +58,44 @@ mod tests {
     use super::*;
 
     const GOOD: &str = include_str!("../../../../bench/experiments/h.toml");
+    const CLIENT: &str = include_str!("../../../../bench/experiments/ceph-client.toml");
+    const CLIENTS: &str = include_str!("../../../../bench/experiments/ceph-clients.toml");
+
+    /// The requests in flight of each load, by its id.
+    fn depths(text: &str, full: bool) -> Vec<(String, u16)> {
+        let definition = parse(Path::new("mine.toml"), text).unwrap().within(full);
+        let Matter::Disk(matrix, _) = definition.matter else { panic!("it is about disks") };
+        matrix.loads.into_iter().map(|load| (load.id, load.depth)).collect()
+    }
+
+    #[test]
+    fn large_requests_are_fewer_in_the_small_size_alone() {
+        let with = |text: &str, full: bool, id: &str| {
+            let found = depths(text, full).into_iter().find(|(name, _)| name == id);
+            found.unwrap_or_else(|| panic!("{id}")).1
+        };
+        for direction in ["read", "write"] {
+            let small = |load: &str| with(CLIENT, false, &format!("ceph-{load}-{direction}"));
+            assert_eq!((small("4k"), small("4m"), small("4k-alone")), (128, 16, 1));
+            let full = |load: &str| with(CLIENT, true, &format!("ceph-{load}-{direction}"));
+            assert_eq!((full("4k"), full("4m"), full("4k-alone")), (128, 128, 1));
+            let clients =
+                |full, load: &str| with(CLIENTS, full, &format!("ceph-clients-{load}-{direction}"));
+            // Four clients have as many in flight as the one above.
+            assert_eq!((clients(false, "4k"), clients(false, "4m")), (128, 4));
+            assert_eq!((clients(true, "4k"), clients(true, "4m")), (128, 128));
+        }
+        // One request is larger than that.
+        let one = CLIENT.replace("in_flight_mib = 64", "in_flight_mib = 1");
+        assert!(depths(&one, false).contains(&("ceph-4m-read".to_owned(), 1)));
+        for (to, expected) in [
+            ("in_flight_mib = 0", "steps.small.in_flight_mib: 0 is not allowed: from 1 to 1024"),
+            ("in_flight_mib = 2000", "steps.small.in_flight_mib: 2000 is not allowed"),
+        ] {
+            let found = refused_of(CLIENT, "in_flight_mib = 64", to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
+        }
+    }
 
     #[test]
     fn a_load_of_both_directions_says_how_many_are_reads() {

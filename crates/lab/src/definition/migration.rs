@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Deserialize;
 
-use super::{Checked, DefinitionError, Rounds, not_repeated, zero};
+use super::{AxisValue, Checked, DefinitionError, Rounds, not_repeated, zero};
 
 /// What the guest of a migration can fill, in MiB: a machine has its memory in one piece up to 2 GiB.
 const TOUCHED_MAX_MIB: u64 = 1920;
@@ -19,6 +19,11 @@ const LINE_MAX_MBIT: u64 = 400_000;
 const RTT_MAX_US: u64 = 2_000_000;
 /// The largest disk that is copied, in MiB: 1 TiB.
 const DISK_MAX_MIB: u64 = 1 << 20;
+/// How often a disk that redis writes to has the size of what redis holds, at least: its log, the next one while that is written, and
+/// as much again for what their file system keeps.
+const DISK_BY_SIZE: u64 = 4;
+/// What such a disk has besides, in MiB: at most 1000 values of a KiB are written in a second, so it is enough for four minutes.
+const LOG_MIB: u64 = 256;
 
 /// What migrates: VMs of vmseal, encrypted (compressed, or not), plain by what they have for `--migration-encryption`, and encrypted to
 /// an agent that has QEMU load the memory; and guests of QEMUs by hand, in the clear and by TLS, with one stream for all and with so many
@@ -42,6 +47,9 @@ pub const MIGRATION_SYSTEMS: [&str; 13] = [
 /// Those that go over long lines, copy disks, have redis, and run on: of vmseal, with both hosts alike.
 const OF_VMSEAL: usize = 4;
 
+/// The axis of what clients ask.
+pub const MIXES: &str = "mixes";
+
 /// The points at which migrations are measured: every combination.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -59,7 +67,8 @@ pub struct MigrationMatrix {
     /// What a client outside asks of redis in the guest; without it the guest has no redis, and no network.
     #[serde(default)]
     pub mixes: Vec<Mix>,
-    /// How large the disk is that is copied to a datastore of the other host; 0 is a small one on a datastore of both.
+    /// How large the disk is that is copied to a datastore of the other host; 0 is a small one on a datastore of both. A guest with redis
+    /// has it besides, and redis writes its log there.
     #[serde(default = "zero")]
     pub disk_mib: Vec<u64>,
     /// What the line between the hosts carries, in megabits a second; 0 is all that the machine can do.
@@ -113,6 +122,12 @@ impl TryFrom<String> for Mix {
     }
 }
 
+impl From<Mix> for AxisValue {
+    fn from(mix: Mix) -> Self {
+        Self::Name(mix.to_string())
+    }
+}
+
 impl fmt::Display for Mix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -135,6 +150,12 @@ impl MigrationMatrix {
         ])
     }
 
+    /// The key that a point can be told by and whose values are names, where it has values.
+    pub(super) fn named_axis(&self) -> Option<(&'static str, Vec<AxisValue>)> {
+        let mixes: Vec<AxisValue> = self.mixes.iter().map(|mix| (*mix).into()).collect();
+        Some((MIXES, mixes)).filter(|(_, mixes)| !mixes.is_empty())
+    }
+
     /// Whether the hosts have networks of their own, with a line between them.
     pub(crate) fn is_long(&self) -> bool {
         self.rtt_us.iter().any(|it| *it > 0)
@@ -143,6 +164,11 @@ impl MigrationMatrix {
     /// Whether disks are copied.
     pub(crate) fn copies_disks(&self) -> bool {
         self.disk_mib.iter().any(|it| *it > 0)
+    }
+
+    /// Whether redis writes to disks that are copied.
+    pub(crate) fn writes_to_disks(&self) -> bool {
+        self.copies_disks() && !self.mixes.is_empty()
     }
 }
 
@@ -169,23 +195,47 @@ impl Checked<'_> {
             }
         }
         // What the guest with redis has in its memory is what its client has put there.
-        for (key, values, only) in [
-            ("matrix.changes_mib", &matrix.changes_mib, 0),
-            ("matrix.repeats", &matrix.repeats, 1),
-            ("matrix.disk_mib", &matrix.disk_mib, 0),
-        ] {
+        for (key, values, only) in
+            [("matrix.changes_mib", &matrix.changes_mib, 0), ("matrix.repeats", &matrix.repeats, 1)]
+        {
             let other = values.iter().find(|value| **value != only);
             if let Some(other) = other.filter(|_| !matrix.mixes.is_empty()) {
                 return self.refuse(key, other, format!("with matrix.mixes only {only}"));
             }
         }
-        self.rounds([&steps.small, &steps.full], sizes)
+        self.rounds([&steps.small, &steps.full], sizes)?;
+        if matrix.writes_to_disks() { self.logs_fit(matrix, steps) } else { Ok(()) }
+    }
+
+    /// Disks that redis writes to have room for its log, whatever it holds.
+    fn logs_fit(
+        &self,
+        matrix: &MigrationMatrix,
+        steps: &MigrationSteps,
+    ) -> Result<(), DefinitionError> {
+        let chosen = [&steps.small, &steps.full].map(|rounds| rounds.size_mib.as_ref());
+        let sizes = chosen.map(|sizes| sizes.unwrap_or(&matrix.size_mib));
+        let largest = sizes.into_iter().flatten().max().copied().unwrap_or_default();
+        let least = largest * DISK_BY_SIZE + LOG_MIB;
+        let is_small = |disk: &&u64| **disk > 0 && **disk < least;
+        match matrix.disk_mib.iter().find(is_small) {
+            Some(disk) => {
+                let allowed = format!(
+                    "with matrix.mixes 0, or {DISK_BY_SIZE} times a size_mib of {largest} and {LOG_MIB} for redis' log: at least {least}"
+                );
+                self.refuse("matrix.disk_mib", disk, allowed)
+            }
+            None => Ok(()),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::super::tests::refused_of;
+    use super::super::{Matter, parse};
 
     #[test]
     fn a_migration_has_systems_memory_and_lines_that_there_can_be() {
@@ -236,7 +286,55 @@ mod tests {
             (distance, "\nbeside = { rtt_us = 500 }", "", "denominator: encrypted is not allowed"),
             (mixes, "\"75-25\"", "\"75-20\"", "75-20 is not allowed: `idle`, or how many"),
             (mixes, "\"75-25\"", "\"50-50\"", "50-50 is not allowed: each value once"),
-            (mixes, "mixes = ", "disk_mib = [9]\nmixes = ", "with matrix.mixes only 0"),
+            (mixes, "mixes = ", "changes_mib = [9]\nmixes = ", "with matrix.mixes only 0"),
+            (mixes, "mixes = ", "repeats = [9]\nmixes = ", "with matrix.mixes only 1"),
+            (mixes, "mixes = ", "disk_mib = [9]\nmixes = ", "disk_mib: 9 is not allowed"),
+            (
+                mixes,
+                "where = { mixes = \"100-0\" }",
+                "where = { mixes = \"99-1\" }",
+                "claim.checks.where.mixes: 99-1 is not allowed: a value of matrix.mixes",
+            ),
+        ] {
+            let found = refused_of(good, from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_redis_writes_to_has_room_for_its_log() {
+        let good = include_str!("../../../../bench/experiments/migration-database.toml");
+        let parsed = parse(Path::new("mine.toml"), good).unwrap();
+        let Matter::Migration(matrix, _) = parsed.matter else { panic!("it is about migrations") };
+        assert!(matrix.writes_to_disks() && matrix.is_long());
+        for (from, to, expected) in [
+            ("disk_mib = [512]", "disk_mib = [511]", "511 is not allowed: with matrix.mixes 0, or"),
+            ("disk_mib = [512]", "disk_mib = [0, 512, 64]", "matrix.disk_mib: 64 is not allowed"),
+            ("size_mib = [64]", "size_mib = [65]", "a size_mib of 65 and 256 for redis' log"),
+            ("full = { rounds = 20 }", "full = { rounds = 20, size_mib = [512] }", "at least 2304"),
+        ] {
+            let found = refused_of(good, from, to);
+            assert!(found.contains(expected), "{found}\nnot: {expected}");
+        }
+        // In memory it needs none.
+        let in_memory = good.replace("disk_mib = [512]", "disk_mib = [0]");
+        assert!(parse(Path::new("mine.toml"), &in_memory).is_ok());
+    }
+
+    #[test]
+    fn a_difference_takes_two_systems() {
+        let good = include_str!("../../../../bench/experiments/migration-throughput.toml");
+        for (from, to, expected) in [
+            (
+                "compare = \"difference\"",
+                "compare = \"alone\"",
+                "claim.checks.compare: alone is not allowed: without a denominator",
+            ),
+            (
+                "denominator = \"disabled\"\ncompare = \"difference\"",
+                "compare = \"difference\"",
+                "claim.checks.compare: difference is not allowed: with a denominator",
+            ),
         ] {
             let found = refused_of(good, from, to);
             assert!(found.contains(expected), "{found}\nnot: {expected}");

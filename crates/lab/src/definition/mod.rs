@@ -17,7 +17,7 @@ pub use self::axis::AxisValue;
 pub use self::claims::{Check, Claim, Comparable};
 use self::loads::DEPTH_MAX;
 pub use self::loads::LoadSpec;
-pub use self::migration::{MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+pub use self::migration::{MIGRATION_SYSTEMS, MIXES, MigrationMatrix, MigrationSteps, Mix};
 pub use self::pools::{CLUSTERS, REDUNDANCY};
 use crate::ceph::redundancy::Raid;
 use crate::ceph::setup::Setup;
@@ -36,6 +36,8 @@ const POINTS_MAX: usize = 256;
 const ID_MAX: usize = 40;
 /// The most disks of one server, and the most neighbours of its core.
 const MANY: u32 = 16;
+/// The most that is in flight of a disk, in MiB: as many of the largest requests as there may be.
+const IN_FLIGHT_MAX_MIB: u64 = 1024;
 /// The longest delay of storage, in microseconds: ten seconds.
 const DELAY_MAX_US: u64 = 10_000_000;
 /// The longest measurement of one cell, in seconds.
@@ -231,6 +233,17 @@ pub struct Extent {
     pub disks: Option<u32>,
     /// The most requests in flight, where loads have more.
     pub depth: Option<u16>,
+    /// The most that is in flight of a disk, in MiB, where loads have more: large requests are fewer then, and never none.
+    pub in_flight_mib: Option<u64>,
+}
+
+impl Extent {
+    /// The requests in flight of a load.
+    fn depth_of(&self, load: &LoadSpec) -> u16 {
+        let bytes = self.in_flight_mib.map_or(u64::MAX, |mib| mib << 20);
+        let fit = u16::try_from(bytes / u64::from(load.block)).unwrap_or(u16::MAX);
+        load.depth.min(self.depth.unwrap_or(DEPTH_MAX)).min(fit.max(1))
+    }
 }
 
 /// The points at which operations are measured.
@@ -391,7 +404,11 @@ impl Definition {
         };
         let values = |of: Vec<u64>| of.into_iter().map(AxisValue::from).collect::<Vec<_>>();
         let axes = numbers.into_iter().map(|(axis, of)| (axis, values(of)));
-        axes.chain(self.named_axes()).collect()
+        let mixes = match &self.matter {
+            Matter::Migration(matrix, _) => matrix.named_axis(),
+            Matter::Disk(..) | Matter::Operation(..) => None,
+        };
+        axes.chain(self.named_axes()).chain(mixes).collect()
     }
 
     /// The experiment with what its extent has in place of the matrix's.
@@ -402,8 +419,7 @@ impl Definition {
             if let Some(disks) = extent.disks {
                 matrix.disks = vec![disks];
             }
-            let most = extent.depth.unwrap_or(DEPTH_MAX);
-            matrix.loads.iter_mut().for_each(|load| load.depth = load.depth.min(most));
+            matrix.loads.iter_mut().for_each(|load| load.depth = extent.depth_of(load));
         }
         self
     }
@@ -471,10 +487,7 @@ impl Checked<'_> {
             Matter::Operation(matrix, steps) => self.operation(matrix, steps)?,
             Matter::Migration(matrix, steps) => self.migration(matrix, steps)?,
         }
-        let mut points: usize = definition.axes().values().map(Vec::len).product();
-        if let Matter::Migration(matrix, _) = &definition.matter {
-            points *= matrix.mixes.len().max(1);
-        }
+        let points: usize = definition.axes().values().map(Vec::len).product();
         self.range("number of points of matrix", points, (1, POINTS_MAX))?;
         definition.claim.iter().try_for_each(|claim| self.claim(definition, claim))
     }
@@ -523,6 +536,8 @@ impl Checked<'_> {
             self.range(&format!("{key}.size_mib"), extent.size_mib, (16, 1 << 20))?;
             self.range(&format!("{key}.disks"), extent.disks.unwrap_or(1), (1, MANY))?;
             self.range(&format!("{key}.depth"), extent.depth.unwrap_or(1), (1, DEPTH_MAX))?;
+            let in_flight = extent.in_flight_mib.unwrap_or(1);
+            self.range(&format!("{key}.in_flight_mib"), in_flight, (1, IN_FLIGHT_MAX_MIB))?;
         }
         Ok(())
     }

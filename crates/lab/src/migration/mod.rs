@@ -7,8 +7,9 @@
 //!         → stop it
 //! ```
 //!
-//! Guests with redis are started and filled once, and a client asks them while they move (`redis`). Others run on from one move to the
-//! next where the experiment says so. The hosts are in one network, or in two with a long line between them (`line`, `delay`).
+//! Guests with redis are started and filled once, and a client asks them while they move (`redis`). Where disks are copied, redis writes
+//! to them (`redis_disk`). Others run on from one move to the next where the experiment says so. The hosts are in one network, or in two
+//! with a long line between them (`line`, `delay`).
 //!
 //! What it takes is that of the task, or by hand from the start of the destination's QEMU on: that is part of both. The rate is that
 //! of the line alone (`meter`).
@@ -21,6 +22,7 @@ mod line;
 mod meter;
 mod moved;
 mod redis;
+mod redis_disk;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +37,9 @@ use self::meter::Ends;
 use self::moved::Moved;
 use self::redis::RedisGuest;
 use crate::claim::Place;
-use crate::definition::{AxisValue, MIGRATION_SYSTEMS, MigrationMatrix, MigrationSteps, Mix};
+use crate::definition::{
+    AxisValue, MIGRATION_SYSTEMS, MIXES, MigrationMatrix, MigrationSteps, Mix,
+};
 use crate::installation::{ELSEWHERE, HERE, Installation, THERE, own_datastore};
 use crate::operation::{self, Choice, Found};
 use crate::outcome::{ExperimentError, OperationError, Outcome, Progress, Sample, Served};
@@ -61,7 +65,7 @@ struct Task {
     guest: Guest,
     /// What redis in the guest is asked, where it has one; what it holds is the guest's size.
     mix: Option<Mix>,
-    /// The size of its disk, where it is copied.
+    /// The size of its disk, where it is copied; of a guest with redis that of a second one, which redis writes to.
     disk_mib: u64,
     line_mbit: u64,
     round_trip: Duration,
@@ -81,6 +85,11 @@ pub(crate) fn run(
     let refused = |why| Ok((Vec::new(), Vec::new(), Outcome::default(), Some(why)));
     let program = choice.program.clone().unwrap_or_else(operation::this_program);
     if let Some(why) = operation::missing(&[&program, Path::new("qemu-system-x86_64")]) {
+        return refused(why);
+    }
+    if matrix.writes_to_disks()
+        && let Some(why) = redis_disk::obstacle()
+    {
         return refused(why);
     }
     let line = match Line::new(matrix.is_long()) {
@@ -164,8 +173,9 @@ fn tasks(id: &str, matrix: &MigrationMatrix, sizes: &[u64]) -> (Vec<Task>, Vec<P
             let round_trip = Duration::from_micros(rtt_us);
             tasks.push(Task { workload, guest, mix, disk_mib, line_mbit, round_trip });
             let axes = axes.iter().map(|(axis, ..)| *axis).zip(point.map(AxisValue::from));
+            let asked = mix.map(|mix| (MIXES, AxisValue::from(mix)));
             places.push(Place {
-                axes: axes.collect::<BTreeMap<_, _>>(),
+                axes: axes.chain(asked).collect::<BTreeMap<_, _>>(),
                 workloads: vec![(workload, None)],
                 loads: Vec::new(),
             });
@@ -261,6 +271,7 @@ impl Subject for Migrations {
                 let vm = name(point.system, &task);
                 let moves = || move_watched(here, &vm, point.system, &task);
                 let guest = self.guest(point.system, &task);
+                guest.begin_log()?;
                 let (moved, served, gap) = guest.asked(mix, u64::from(point.round), moves)?;
                 // What the task says; the client's time takes its place.
                 let stood_still = moved.gap.as_secs_f64();
@@ -304,16 +315,16 @@ impl Migrations {
 
     /// The guest with redis of a system: each has an address of its own, as all of them run.
     fn guest(&self, system: &str, task: &Task) -> RedisGuest {
-        let size_mib = task.guest.size_mib;
-        let mut sizes: Vec<u64> = self.tasks.iter().map(|task| task.guest.size_mib).collect();
+        let sizes_of = |task: &Task| (task.guest.size_mib, task.disk_mib);
+        let mut sizes: Vec<(u64, u64)> = self.tasks.iter().map(sizes_of).collect();
         sizes.sort_unstable();
         sizes.dedup();
+        let (size_mib, disk_mib) = sizes_of(task);
         let all = self.systems.iter().flat_map(|system| sizes.iter().map(move |it| (*system, *it)));
-        let at = all.into_iter().position(|it| it == (system, size_mib)).unwrap_or_default();
-        RedisGuest {
-            number: FIRST_GUEST + u8::try_from(at).unwrap_or(u8::MAX - FIRST_GUEST),
-            size_mib,
-        }
+        let own = (system, (size_mib, disk_mib));
+        let at = all.into_iter().position(|it| it == own).unwrap_or_default();
+        let number = FIRST_GUEST + u8::try_from(at).unwrap_or(u8::MAX - FIRST_GUEST);
+        RedisGuest { number, size_mib, disk_mib }
     }
 
     /// Makes a VM with redis, once for all that it is asked, starts it, and fills it.
@@ -336,11 +347,21 @@ impl Migrations {
         }
         let disk = format!("datastore=local,format=raw,image={}", image.display());
         let (memory, card) = (format!("{}MiB", guest.memory_mib()), guest.card(line::BRIDGE));
-        create_with(here, &vm, system, &["--memory", &memory, "--disk", &disk, "--nic", &card])?;
+        let second;
+        let mut more = vec!["--memory", &memory, "--disk", &disk, "--nic", &card];
+        if guest.disk_mib > 0 {
+            let data = here.store().join(format!("data-{}.raw", guest.disk_mib));
+            if !data.exists() {
+                redis_disk::make(&data, guest.disk_mib)?;
+            }
+            let datastore = own_datastore(HERE);
+            second = format!("datastore={datastore},format=raw,image={}", data.display());
+            more.extend(["--disk", &second]);
+        }
+        create_with(here, &vm, system, &more)?;
         here.vmseal(&["vm", "start", &vm])?;
-        guest.fill()?;
-        // Its shell is there as redis is.
-        RedisGuest::use_disk(here.command(&["vm", "console", &vm, "--force"]))
+        guest.use_disks(here.command(&["vm", "console", &vm, "--force"]))?;
+        guest.fill()
     }
 }
 
@@ -354,6 +375,7 @@ fn machine(task: &Task) -> String {
     let Guest { size_mib, changes_mib, repeats } = task.guest;
     let disk = task.disk_mib;
     match task.mix {
+        Some(_) if disk > 0 => format!("redis-{size_mib}-{disk}"),
         Some(_) => format!("redis-{size_mib}"),
         None if disk > 0 => format!("{size_mib}-{changes_mib}-{repeats}-{disk}"),
         None => format!("{size_mib}-{changes_mib}-{repeats}"),
@@ -476,6 +498,81 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::claim::{self, ClaimVerdict};
+    use crate::definition::Matter;
+    use crate::outcome::Cell;
+
+    /// What is claimed in an experiment of the catalogue, judged by moves that have all that is claimed but for a change.
+    fn judged(id: &str, change: impl Fn(&mut Cell)) -> ClaimVerdict {
+        let definition = crate::catalogue::find(id).unwrap();
+        let Matter::Migration(matrix, _) = &definition.matter else { panic!("{id}") };
+        let (tasks, places) = tasks(id, matrix, &matrix.size_mib);
+        let served = Served {
+            during: 100.0,
+            silence: 0.2,
+            stood_still: 0.25,
+            recovery: 1.0,
+            ..Served::default()
+        };
+        let mut cells = Vec::new();
+        for task in &tasks {
+            for (system, round) in matrix.systems.iter().flat_map(|it| (0..5).map(move |n| (it, n)))
+            {
+                let mut cell = Cell {
+                    seconds: 1.0,
+                    throughput: 1e9,
+                    gap: 1e6,
+                    source_cpu_per_gib: Some(1e8),
+                    destination_cpu_per_gib: Some(1e8),
+                    served: Some(served.clone()),
+                    ..Cell::unmeasured(round, system, task.workload)
+                };
+                change(&mut cell);
+                cells.push(cell);
+            }
+        }
+        let outcome = Outcome { cells, ..Outcome::default() };
+        claim::assess(definition.claim.as_ref().unwrap(), &places, &outcome, 2).verdict
+    }
+
+    #[test]
+    fn each_part_of_a_claim_is_judged() {
+        fn served(cell: &mut Cell) -> &mut Served {
+            cell.served.as_mut().unwrap()
+        }
+        let changes: [(&str, &str, fn(&mut Cell)); 12] = [
+            ("migration-throughput", "the guest stands still longer", |it| it.gap += 6e7),
+            ("migration-bandwidth", "below the line", |it| it.throughput = 4.8e8),
+            ("migration-bandwidth", "a core more", |it| it.source_cpu_per_gib = Some(1e9)),
+            ("migration-bandwidth", "half a core more", |it| {
+                it.destination_cpu_per_gib = Some(6e8)
+            }),
+            ("migration-mixes", "GET takes 0.4 s", |it| served(it).stood_still = 0.4),
+            ("migration-course", "a long dip", |it| it.gap = 1.1e9),
+            ("migration-course", "longer than the guest", |it| served(it).silence = 0.3),
+            ("migration-course", "not as before", |it| served(it).recovery = 3.5),
+            ("migration-database", "slower", |it| it.seconds = 1.1),
+            ("migration-database", "longer than the guest", |it| served(it).silence = 0.3),
+            ("migration-database", "not as before", |it| served(it).recovery = 3.5),
+            ("migration-database", "fewer answers", |it| served(it).during = 90.0),
+        ];
+        for (id, what, change) in changes {
+            assert_eq!(judged(id, |_| {}), ClaimVerdict::Met, "{id}");
+            let encrypted = |cell: &mut Cell| {
+                if cell.system == ENCRYPTED {
+                    change(cell);
+                }
+            };
+            assert_eq!(judged(id, encrypted), ClaimVerdict::NotMet, "{id}: {what}");
+        }
+        // As slow in the clear as encrypted is not at line rate either.
+        let both = |cell: &mut Cell| cell.throughput = 4.8e8;
+        assert_eq!(judged("migration-bandwidth", both), ClaimVerdict::NotMet);
+        let cores = |cell: &mut Cell| {
+            (cell.source_cpu_per_gib, cell.destination_cpu_per_gib) = (Some(1.8e9), Some(1.4e9));
+        };
+        assert_eq!(judged("migration-bandwidth", cores), ClaimVerdict::NotMet, "in all");
+    }
 
     #[test]
     fn what_a_task_says_of_its_migration_is_found() {
@@ -535,5 +632,40 @@ mod tests {
         assert!(names.contains(&"m-idle-500-mbit-0-us"), "{names:?}");
         assert!(names.contains(&"m-75-25-1000-mbit-50-us"), "{names:?}");
         assert_eq!(names.len(), 8);
+    }
+
+    #[test]
+    fn each_mix_is_a_point_of_its_own_and_each_disk_a_machine() {
+        let matrix = MigrationMatrix {
+            systems: vec!["encrypted".to_owned(), "disabled".to_owned()],
+            size_mib: vec![64],
+            changes_mib: vec![0],
+            repeats: vec![1],
+            mixes: vec![Mix::Idle, Mix::Gets(75)],
+            disk_mib: vec![0, 512],
+            line_mbit: vec![0],
+            rtt_us: vec![0],
+        };
+        let (tasks, places) = tasks("m", &matrix, &[64]);
+        let mix_of = |place: &Place| place.axes.get(MIXES).cloned();
+        let mixes: Vec<_> = places.iter().filter_map(mix_of).collect();
+        assert_eq!(mixes, ["idle", "idle", "75-25", "75-25"].map(AxisValue::from));
+        let machines: Vec<String> = tasks.iter().map(|task| name("encrypted", task)).collect();
+        let (in_memory, on_disk) = ("encrypted-redis-64", "encrypted-redis-64-512");
+        assert_eq!(machines, [in_memory, on_disk, in_memory, on_disk]);
+        // Without a client no mix tells it.
+        let (_, places) =
+            super::tasks("m", &MigrationMatrix { mixes: Vec::new(), ..matrix }, &[64]);
+        assert!(places.iter().all(|place| mix_of(place).is_none()));
+    }
+
+    #[test]
+    fn the_database_moves_over_the_lines_of_its_experiment() {
+        for rtt in ["500", "50000", "150000"] {
+            let (systems, rounds) = measured_at(&format!("migration-database-{rtt}-us"));
+            assert_eq!(systems, ["encrypted", "disabled"], "{rtt}");
+            // With fewer there are no bounds.
+            assert!(rounds >= 5, "{rounds}");
+        }
     }
 }

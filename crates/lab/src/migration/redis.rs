@@ -1,5 +1,5 @@
-//! A guest that serves redis on a network card, and a client outside that asks it while it moves: how many answers come in a second,
-//! and how long one waits for one.
+//! A guest that serves redis on a network card, in memory or with a log on a disk (`redis_disk`), and a client outside that asks it
+//! while it moves: how many answers come in a second, and how long one waits for one.
 
 use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -11,6 +11,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::dip::{self, Answer};
+use super::redis_disk::{self, Log};
 use crate::children;
 use crate::definition::Mix;
 use crate::outcome::{OperationError, Served};
@@ -44,8 +45,10 @@ const AFTER: Duration = Duration::from_secs(5);
 /// How long a guest may take to boot, and how long an answer may take.
 const BOOTS: Duration = Duration::from_secs(120);
 const ANSWERS: Duration = Duration::from_secs(60);
+/// How long redis may take to write its log anew: as long as a guest may take to fill as much memory.
+const WRITTEN: Duration = Duration::from_secs(300);
 
-/// What is typed for that, and what its output has when it is done, which is not typed.
+/// What is typed for the driver of disks, and what its output has when it is done, which is not typed.
 const GET_DRIVER: &[u8] = b"insmod /virtio_blk.ko; echo DRIVER-$((6 * 7))\n";
 const HAS_DRIVER: &str = "DRIVER-42";
 
@@ -94,6 +97,8 @@ pub(super) struct RedisGuest {
     pub number: u8,
     /// How much redis holds.
     pub size_mib: u64,
+    /// The size of the disk that it keeps its log on; 0 is none.
+    pub disk_mib: u64,
 }
 
 impl RedisGuest {
@@ -111,48 +116,34 @@ impl RedisGuest {
         (Ipv4Addr::new(10, 77, 0, self.number), PORT).into()
     }
 
-    /// Has the guest of a VM get the driver of its disk, by the shell on its console: QEMU before 9.0 loses a disk that its guest does not
-    /// use when it moves, so vmseal does not move such a guest.
-    pub fn use_disk(console: Command) -> Result<(), OperationError> {
-        let failed = |said: String| OperationError::Command { what: "vm console".to_owned(), said };
-        let mut console = Killed::start(console).map_err(|error| failed(error.to_string()))?;
-        let (Some(mut keys), Some(screen)) = (console.0.stdin.take(), console.0.stdout.take())
-        else {
-            return Ok(());
-        };
-        // What is typed before there is a shell waits for it.
-        keys.write_all(GET_DRIVER).map_err(|error| failed(error.to_string()))?;
-        let (shown, seen) = mpsc::channel();
-        std::thread::spawn(move || {
-            let mut lines = BufReader::new(screen).lines().map_while(Result::ok);
-            let has = lines.any(|line| line.contains(HAS_DRIVER));
-            // Nobody listens if it took too long.
-            let _ = shown.send(has);
-        });
+    /// Has the guest of a VM use its disks when it has booted, by the shell on its console: it gets their driver, and redis keeps its log
+    /// where there is a disk for it. QEMU before 9.0 loses a disk that its guest does not use when it moves, so vmseal does not move such
+    /// a guest.
+    pub fn use_disks(self, console: Command) -> Result<(), OperationError> {
+        // Its shell is there as redis is.
+        self.connected()?;
+        match self.disk_mib {
+            0 => type_in(console, GET_DRIVER, HAS_DRIVER),
+            _ => type_in(console, redis_disk::KEEP_LOG, redis_disk::KEEPS_LOG),
+        }
+    }
+
+    /// A connection to redis, as soon as it answers.
+    fn connected(self) -> Result<Connection, OperationError> {
         let begun = Instant::now();
         loop {
-            match seen.recv_timeout(LOOK_EVERY) {
-                Ok(true) => return Ok(()),
-                Err(RecvTimeoutError::Timeout) if begun.elapsed() < BOOTS => stop::check()?,
-                _ => {
-                    let said = "no shell has answered on the guest's console";
-                    return Err(failed(said.to_owned()));
-                }
+            stop::check()?;
+            match Connection::new(self.address()) {
+                Ok(connection) => return Ok(connection),
+                Err(_) if begun.elapsed() < BOOTS => std::thread::sleep(Duration::from_millis(50)),
+                Err(error) => return Err(self.failed(&error)),
             }
         }
     }
 
     /// Waits until redis answers, and puts into it what it is to hold.
     pub fn fill(self) -> Result<(), OperationError> {
-        let begun = Instant::now();
-        let mut connection = loop {
-            stop::check()?;
-            match Connection::new(self.address()) {
-                Ok(connection) => break connection,
-                Err(_) if begun.elapsed() < BOOTS => std::thread::sleep(Duration::from_millis(50)),
-                Err(error) => return Err(self.failed(&error)),
-            }
-        };
+        let mut connection = self.connected()?;
         let mut random = fastrand::Rng::with_seed(u64::from(self.number));
         let filled = (0..self.keys()).step_by(BATCH as usize).try_for_each(|first| {
             let numbers = first..self.keys().min(first + BATCH);
@@ -163,6 +154,34 @@ impl RedisGuest {
             (0..count).try_for_each(|_| connection.answer())
         });
         filled.map_err(|error| self.failed(&error))
+    }
+
+    /// Where redis has a log, it is written anew before a move, and synced from then on before a SET is answered.
+    pub fn begin_log(self) -> Result<(), OperationError> {
+        if self.disk_mib == 0 {
+            return Ok(());
+        }
+        let mut connection = self.connected()?;
+        let mut ask = |request: &[u8]| {
+            connection.stream.get_mut().write_all(request)?;
+            connection.said()
+        };
+        for request in [redis_disk::SYNC, redis_disk::WRITE_ANEW] {
+            ask(request).map_err(|error| self.failed(&error))?;
+        }
+        let begun = Instant::now();
+        loop {
+            let told = ask(redis_disk::HOW_FAR).map_err(|error| self.failed(&error))?;
+            match Log::of(&told) {
+                Log::New => return Ok(()),
+                Log::Begun if begun.elapsed() < WRITTEN => stop::check()?,
+                Log::Begun | Log::Failed => {
+                    let why = "it could not write its log anew; it says: ";
+                    return Err(self.failed(&io::Error::other(format!("{why}{told}"))));
+                }
+            }
+            stop::sleep(LOOK_EVERY);
+        }
     }
 
     fn keys(self) -> u64 {
@@ -243,6 +262,36 @@ impl RedisGuest {
     }
 }
 
+/// Types something on the console of a VM whose guest has a shell there, and waits until the output has what shows that it is done.
+fn type_in(console: Command, what: &[u8], done: &'static str) -> Result<(), OperationError> {
+    let failed = |said: String| OperationError::Command { what: "vm console".to_owned(), said };
+    let mut console = Killed::start(console).map_err(|error| failed(error.to_string()))?;
+    let (Some(mut keys), Some(screen)) = (console.0.stdin.take(), console.0.stdout.take()) else {
+        return Ok(());
+    };
+    // What is typed before there is a shell waits for it.
+    keys.write_all(what).map_err(|error| failed(error.to_string()))?;
+    let (shown, seen) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut lines = BufReader::new(screen).lines().map_while(Result::ok);
+        let has = lines.any(|line| line.contains(done));
+        // Nobody listens if it took too long.
+        let _ = shown.send(has);
+    });
+    let begun = Instant::now();
+    loop {
+        match seen.recv_timeout(LOOK_EVERY) {
+            Ok(true) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) if begun.elapsed() < BOOTS => stop::check()?,
+            _ => {
+                return Err(failed(format!(
+                    "the shell on the guest's console has not answered {done}"
+                )));
+            }
+        }
+    }
+}
+
 /// What came of requests, each with when it was sent and answered, around a move; and the longest that one waited that was answered
 /// after the move had begun.
 fn summarize(
@@ -253,6 +302,10 @@ fn summarize(
     let rate = |from: Duration, to: Duration| {
         let within = |(_, answered): &&Answer| *answered >= from && *answered < to;
         answers.iter().filter(within).count() as f64 / to.saturating_sub(from).as_secs_f64()
+    };
+    let latency = |from: Duration, to: Duration| {
+        let within = answers.iter().filter(|(_, answered)| *answered >= from && *answered < to);
+        median(within.map(|(sent, answered)| *answered - *sent).collect())
     };
     let by_tenth = dip::counted(answers, end);
     let silence = dip::silence(answers, (from, to));
@@ -268,8 +321,17 @@ fn summarize(
         by_tenth,
         // The client does not know.
         stood_still: f64::NAN,
+        latency_before: latency(WARM_UP, from),
+        latency_during: latency(from, to),
+        latency_after: latency(to, end),
     };
     (served, longest)
+}
+
+/// The median of times, in nanoseconds; not a number where there are none.
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort_unstable();
+    times.get(times.len() / 2).map_or(f64::NAN, |time| time.as_nanos() as f64)
 }
 
 /// A connection to redis.
@@ -291,18 +353,46 @@ impl Connection {
 
     /// Reads an answer, which must be a value or an acknowledgement.
     fn answer(&mut self) -> io::Result<()> {
-        let mut line = String::new();
-        self.stream.read_line(&mut line)?;
-        let said = line.trim_end();
-        if ["+OK", "+PONG"].contains(&said) {
-            return Ok(());
+        match answer(&mut self.stream)? {
+            Answered::Value(_) => Ok(()),
+            Answered::Line(said) if ["OK", "PONG"].contains(&said.as_str()) => Ok(()),
+            Answered::Line(said) => Err(io::Error::other(format!("it says {said:?}"))),
         }
-        let other = || io::Error::other(format!("it says {said:?}"));
-        let length = said.strip_prefix('$').and_then(|it| it.parse::<usize>().ok());
-        // All keys have values.
-        let mut value = vec![0; length.ok_or_else(other)? + 2];
-        self.stream.read_exact(&mut value)
     }
+
+    /// Reads an answer that is a text.
+    fn said(&mut self) -> io::Result<String> {
+        match answer(&mut self.stream)? {
+            Answered::Value(value) => Ok(String::from_utf8_lossy(&value).into_owned()),
+            Answered::Line(said) => Ok(said),
+        }
+    }
+}
+
+/// What redis answers.
+#[derive(Debug, PartialEq, Eq)]
+enum Answered {
+    /// A line.
+    Line(String),
+    /// The value of a key, or a longer text.
+    Value(Vec<u8>),
+}
+
+/// Reads an answer. An error of redis is one here, too, and so is a value that is missing: all keys have values.
+fn answer(stream: &mut impl BufRead) -> io::Result<Answered> {
+    let mut line = String::new();
+    stream.read_line(&mut line)?;
+    let said = line.trim_end();
+    if let Some(text) = said.strip_prefix('+') {
+        return Ok(Answered::Line(text.to_owned()));
+    }
+    let other = || io::Error::other(format!("it says {said:?}"));
+    let length = said.strip_prefix('$').and_then(|it| it.parse::<usize>().ok());
+    let length = length.ok_or_else(other)?;
+    let mut value = vec![0; length + 2];
+    stream.read_exact(&mut value)?;
+    value.truncate(length);
+    Ok(Answered::Value(value))
 }
 
 /// Adds a request to set the key of a number to random bytes, as redis takes it (RESP): the number of its words, and each with its
@@ -371,6 +461,27 @@ mod tests {
         assert!((served.recovery - 5.65).abs() < 1e-9, "{served:?}");
         assert_eq!((served.before, served.during), (10.0, 1.5));
         assert!((served.after - 17.0 / 3.5).abs() < 1e-9, "{served:?}");
+        // One of three took longer while it moved.
+        let latencies = [served.latency_before, served.latency_during, served.latency_after];
+        assert_eq!(latencies, [50e6, 50e6, 50e6]);
+        let (alone, _) = summarize(&answers[39..40], times, Duration::from_millis(9500));
+        assert_eq!(alone.latency_during, 1600e6);
+        assert!(alone.latency_before.is_nan() && alone.latency_after.is_nan(), "{alone:?}");
+    }
+
+    #[test]
+    fn an_answer_is_a_line_a_value_or_an_error() {
+        let read = |bytes: &[u8]| answer(&mut &bytes[..]);
+        let line = |text: &str| Answered::Line(text.to_owned());
+        assert_eq!(read(b"+OK\r\n").unwrap(), line("OK"));
+        let begun = "Background append only file rewriting started";
+        assert_eq!(read(format!("+{begun}\r\n").as_bytes()).unwrap(), line(begun));
+        let mut two = &b"$5\r\na\r\nbc\r\n+PONG\r\n"[..];
+        assert_eq!(answer(&mut two).unwrap(), Answered::Value(b"a\r\nbc".to_vec()));
+        assert_eq!(answer(&mut two).unwrap(), line("PONG"));
+        for wrong in [&b"-ERR no\r\n"[..], b"$-1\r\n", b":7\r\n", b"$5\r\nab", b""] {
+            assert!(read(wrong).is_err(), "{wrong:?}");
+        }
     }
 
     #[test]
