@@ -14,6 +14,7 @@ mod ceph_client;
 mod ceph_cut_network;
 mod ceph_datastore;
 mod ceph_evacuation;
+mod ceph_failures;
 mod ceph_files;
 mod ceph_machines;
 mod ceph_migration;
