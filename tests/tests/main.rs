@@ -18,6 +18,7 @@ mod ceph_failures;
 mod ceph_files;
 mod ceph_machines;
 mod ceph_migration;
+mod ceph_migration_copies;
 mod ceph_postgres;
 mod ceph_stall;
 mod ceph_stall_filter;
