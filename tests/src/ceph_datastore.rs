@@ -63,6 +63,14 @@ impl CephInstallation {
     }
 
     fn add(&self, options: Options) {
+        let add = self.adding(options);
+        let add: Vec<_> = add.iter().map(String::as_str).collect();
+        self.here.vmseal(&add).unwrap();
+    }
+
+    /// The command that adds the pool, for an inventory that does not have it.
+    #[must_use]
+    pub fn adding(&self, options: Options) -> Vec<String> {
         let (monitors, keyring) = (self.cluster.monitors(), self.pool.keyring());
         let path = text(&self.mounted).unwrap();
         let mut add = vec!["datastore", "add", "ceph", "--host", "here", "--path", path];
@@ -73,7 +81,7 @@ impl CephInstallation {
         if let Some(data_pool) = self.pool.data_pool {
             add.extend(["--data-pool", data_pool]);
         }
-        self.here.vmseal(&add).unwrap();
+        add.into_iter().map(str::to_owned).collect()
     }
 
     /// Adds a host, which gets the pool from the server; where it mounts it.

@@ -13,8 +13,11 @@
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use serde_json::Value;
 
 use crate::ceph::{Cluster, said};
 
@@ -51,14 +54,20 @@ impl Pool {
     /// erasure-coded one of two and one.
     #[must_use]
     pub fn of_own_cluster(messenger: &str, erasure_coded: bool) -> Self {
-        let cluster = up(messenger);
-        let data_pool = erasure_coded.then_some(CODED);
-        if let Some(coded) = data_pool {
-            let added = cluster.run(&["pool", "add", coded, "--erasure", "2+1"]);
+        let mut pool = Self::usual_of(up(messenger));
+        if erasure_coded {
+            let added = pool.cluster.run(&["pool", "add", CODED, "--erasure", "2+1"]);
             assert!(added.status.success(), "{}", said(&added));
+            pool.data_pool = Some(CODED);
         }
+        pool
+    }
+
+    /// The usual pool of a cluster that is up, which the test has for itself.
+    #[must_use]
+    pub fn usual_of(cluster: Cluster) -> Self {
         let (name, user) = (USUAL.to_owned(), format!("client.{USUAL}"));
-        Self { cluster: Arc::new(cluster), name, user, data_pool, shared: None }
+        Self { cluster: Arc::new(cluster), name, user, data_pool: None, shared: None }
     }
 
     /// A pool of this name, which no other test has, in the cluster of this messenger that tests share.
@@ -93,6 +102,24 @@ impl Pool {
         assert!(listed.status.success(), "{}", said(&listed));
         let names = String::from_utf8(listed.stdout).unwrap();
         names.lines().map(|image| format!("{}/{image}", self.name)).collect()
+    }
+
+    /// What `rbd info` says of an image, which has the pool's name before its own.
+    #[must_use]
+    pub fn info(&self, image: &str) -> Value {
+        let told = self.cluster.rbd(&["info", "--format", "json", image]);
+        assert!(told.status.success(), "{image}: {}", said(&told));
+        serde_json::from_slice(&told.stdout).unwrap()
+    }
+
+    /// The numbers of the objects that an image has, as the cluster lists them: those parts of its length take room.
+    #[must_use]
+    pub fn objects(&self, image: &str) -> BTreeSet<u64> {
+        let info = self.info(image);
+        let prefix = info["block_name_prefix"].as_str().unwrap();
+        let names = self.cluster.rados(&["-p", self.data_pool.unwrap_or(&self.name), "ls"]);
+        let numbers = names.lines().filter_map(|it| it.strip_prefix(prefix)?.strip_prefix('.'));
+        numbers.map(|number| u64::from_str_radix(number, 16).unwrap()).collect()
     }
 }
 

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket, socketpair};
@@ -223,6 +224,7 @@ fn who_has_a_file_open_reads_and_writes_its_image_by_queues() {
     data(&mount);
     rights(&mount);
     breaches(&mount);
+    gives_room_back(&pool, &mount);
     a_lock_outlasts_the_requests(&pool, &mount);
     the_server_dies(&mut mount);
     is_forced_off(&mut mount);
@@ -385,6 +387,39 @@ fn breaches(mount: &Mount) {
     }
     assert_eq!(hear(&connection), None);
     assert_eq!(again.ask(Operation::Read, 0, &[piece(0, 4096)]), 0);
+}
+
+/// Whole objects that are made zeroes are gone from the cluster, by the queue and by the file, unless they are to keep their room.
+fn gives_room_back(pool: &Pool, mount: &Mount) {
+    /// The length of an object, in bytes.
+    const OBJECT: u64 = 4 << 20;
+    let before = pool.images();
+    let file = make(&mount.path("room")).unwrap();
+    file.set_len(LONG).unwrap();
+    let image = pool.images().into_iter().find(|image| !before.contains(image)).unwrap();
+    let has = |objects: &[u64], what: &str| {
+        let wanted: BTreeSet<u64> = objects.iter().copied().collect();
+        assert_eq!(pool.objects(&image), wanted, "{what}");
+    };
+    let connection = connection(mount);
+    let (mut queue, _) = attach(&connection, ticket(&file).unwrap()).unwrap();
+    has(&[], "nothing is written");
+    file.write_all_at(&random(LONG), 0).unwrap();
+    has(&[0, 1, 2, 3], "all is written");
+    assert_eq!(queue.ask_of(Operation::Zero, (0, OBJECT - 4096)), 0);
+    has(&[0, 1, 2, 3], "an object has data behind the zeroes");
+    assert_eq!(queue.ask_of(Operation::ZeroKeepingRoom, (OBJECT, OBJECT)), 0);
+    has(&[0, 1, 2, 3], "zeroes are to keep their room");
+    assert_eq!(queue.ask_of(Operation::Zero, (2 * OBJECT, OBJECT)), 0);
+    has(&[0, 1, 3], "the queue gives no room back");
+    let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(&file, punch, (3 * OBJECT) as i64, OBJECT as i64).unwrap();
+    has(&[0, 1], "the file gives no room back");
+    let mut read = vec![1; LONG as usize];
+    file.read_exact_at(&mut read, 0).unwrap();
+    let data = (OBJECT - 4096) as usize..OBJECT as usize;
+    assert!(read[..data.start].iter().chain(&read[data.end..]).all(|byte| *byte == 0));
+    assert!(read[data].iter().any(|byte| *byte != 0));
 }
 
 /// Who had a file open and is gone has its lock until all that it wrote by the queue has landed.

@@ -21,6 +21,8 @@ use vmseal_tests::program;
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image};
 
+use crate::ceph_failures::guests_go_on;
+
 const VM: &str = "web";
 
 /// A running guest on the pool of a datastore, with the marker on its disk.
@@ -37,7 +39,7 @@ pub fn started(here: &Installation, datastore: &str) -> Console {
 }
 
 /// Finds that the pool's images are ciphertext: a LUKS2 header and what follows, or the layer of a snapshot above that.
-fn is_ciphertext(bench: &CephInstallation) {
+pub(crate) fn is_ciphertext(bench: &CephInstallation) {
     let mut looked_at = 0;
     for image in bench.images() {
         // What a task has replaced is removed once the last process has closed it.
@@ -139,6 +141,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     redundancy(&bench);
     failure_domain(&bench);
     pools_for_policy(&bench);
+    guests_go_on(&bench, &[&["osd.0"], &["osd.1"], &["osd.2"]]);
     keys(&bench);
     key_from_keyring(&bench);
 }

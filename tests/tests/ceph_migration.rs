@@ -1,5 +1,5 @@
-//! A VM on a pool of a real Ceph cluster that two hosts have from the server: it moves between them while it runs, with its snapshots and
-//! without a copy of a disk, and at each instant at most one of them can write its image.
+//! A VM on a pool of a real Ceph cluster that two hosts have from the server: it moves between them while it runs, is off or suspended, with
+//! its snapshots and without a copy of a disk, and at each instant at most one of them can write its image.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -18,17 +18,17 @@ use vmseal_tests::held_steps::without_holding;
 use vmseal_tests::installation::{Installation, text};
 use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image, run};
-use vmseal_tests::two_hosts::{self, HERE, THERE, other};
+use vmseal_tests::two_hosts::{self, FILTER, HERE, QEMU, THERE, other};
 
-const VM: &str = "web";
-const DISK: &str = "system";
+pub(crate) const VM: &str = "web";
+pub(crate) const DISK: &str = "system";
 
 /// A place of the disk that the guest's system does not use, in MiB from the beginning.
-const TEXT_AT: u32 = 62;
+pub(crate) const TEXT_AT: u32 = 62;
 
 /// What the guest writes there before its snapshot, and after it.
-const BEFORE: &str = "TEXT-BEFORE";
-const AFTER: &str = "TEXT-AFTER";
+pub(crate) const BEFORE: &str = "TEXT-BEFORE";
+pub(crate) const AFTER: &str = "TEXT-AFTER";
 
 /// Two hosts that have the pool, and where each mounts it.
 struct Bench {
@@ -37,9 +37,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Self {
+    fn new(pool: &str) -> Self {
         let options = Options { messenger: "secure", erasure_coded: false, key_at_server: true };
-        let mut ceph = CephInstallation::shared("migration", options);
+        let mut ceph = CephInstallation::shared(pool, options);
         let there = ceph.add_host(THERE);
         Self { ceph, there }
     }
@@ -93,6 +93,27 @@ impl Bench {
         watchers.map(end_of_address).collect()
     }
 
+    /// The VM is at this host, where its guest does not run, and nobody has its image.
+    fn rests_on(&self, host: &str, power: &str, image: &str) {
+        let vm = self.ceph.here.vm(VM).unwrap();
+        assert_eq!((&vm["host"], &vm["power"]), (&host.into(), &power.into()), "{vm}");
+        for (host, name) in [(HERE, QEMU), (HERE, FILTER), (THERE, QEMU), (THERE, FILTER)] {
+            let left =
+                || two_hosts::processes(&self.ceph.here, host, name).is_empty().then_some(());
+            eventually(&format!("no {name} is left on {host}"), left).unwrap();
+        }
+        assert_eq!(self.image(), image, "its disk is another image");
+        self.is_free(image);
+    }
+
+    /// No host has an image.
+    fn is_free(&self, image: &str) {
+        eventually("no host has the image", || {
+            (self.owners(image).is_empty() && self.watchers(image).is_empty()).then_some(())
+        })
+        .unwrap();
+    }
+
     /// The VM runs on this host alone, which has the lock of its image. The other host has not, and cannot open the image to write it.
     fn runs_on(&self, host: &str) {
         let here = &self.ceph.here;
@@ -127,7 +148,7 @@ fn write(console: &mut Console, what: &str) {
 }
 
 /// A running guest on the pool that has written before its snapshot and after it, and counts.
-fn start(here: &Installation) {
+pub(crate) fn start(here: &Installation) {
     let from = image().unwrap();
     let disk = format!("name={DISK},datastore=ceph,format=raw,image={},size=64MiB", from.display());
     let create = ["vm", "create", VM, "--policy", "encrypted", "--disk", &disk, "--host", HERE];
@@ -143,7 +164,7 @@ fn start(here: &Installation) {
 }
 
 /// The guest has what it had, and goes on counting.
-fn has_lost_nothing(here: &Installation) {
+pub(crate) fn has_lost_nothing(here: &Installation) {
     let mut console = here.console(VM).unwrap();
     stop_counting(&mut console);
     read_marker_of_disk(&mut console);
@@ -151,7 +172,7 @@ fn has_lost_nothing(here: &Installation) {
 }
 
 /// What the snapshot keeps is what the guest had written until then.
-fn snapshot_keeps(here: &Installation, what: &str) {
+pub(crate) fn snapshot_keeps(here: &Installation, what: &str) {
     let to = here.path("kept");
     let export = ["disk", "export", VM, DISK, "--snapshot", "one", "--format", "raw"];
     let place = ["--plaintext", "--to", text(&to).unwrap()];
@@ -186,7 +207,7 @@ fn a_guest_on_a_pool_moves_with_its_memory_alone_and_one_host_at_a_time_can_writ
     if !is_installed() {
         return;
     }
-    let mut bench = Bench::new();
+    let mut bench = Bench::new("migration");
     let here = &bench.ceph.here;
     let shown = here.json(&["datastore", "show", "ceph"]).unwrap();
     assert_eq!(shown["hosts"].as_array().unwrap().len(), 2, "{shown}");
@@ -214,7 +235,13 @@ fn a_guest_on_a_pool_moves_with_its_memory_alone_and_one_host_at_a_time_can_writ
 
     let held = bench.ceph.here.hold_steps().unwrap();
     stays_when_its_destination_dies(&mut bench, &held);
-    without_holding(&held, || ends_whole(&bench, &image));
+    without_holding(&held, || {
+        // It moves all the same afterwards.
+        bench.ceph.here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
+        bench.runs_on(HERE);
+        has_lost_nothing(&bench.ceph.here);
+        ends_whole(&bench, &image);
+    });
 }
 
 /// The agent of the destination dies when the guest is between the hosts, and was not asked yet to let it go: it stays where it was.
@@ -239,10 +266,7 @@ fn stays_when_its_destination_dies(bench: &mut Bench, held: &Path) {
         std::fs::remove_file(&file).unwrap();
     }
     let image = bench.image();
-    eventually("no host has the image", || {
-        (bench.owners(&image).is_empty() && bench.watchers(&image).is_empty()).then_some(())
-    })
-    .unwrap();
+    bench.is_free(&image);
     bench.ceph.here.kill_agent();
     bench.ceph.here.start_agent().unwrap();
     without_holding(held, || {
@@ -253,12 +277,9 @@ fn stays_when_its_destination_dies(bench: &mut Bench, held: &Path) {
     });
 }
 
-/// It moves all the same afterwards. Its disk has what the guest wrote last, is ciphertext, and goes with the VM.
+/// Its disk has what the guest wrote last, is ciphertext, and goes with the VM.
 fn ends_whole(bench: &Bench, image: &str) {
     let here = &bench.ceph.here;
-    here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
-    bench.runs_on(HERE);
-    has_lost_nothing(here);
     here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
     assert!(here.disk_has(VM, DISK, TEXT_AT, AFTER).unwrap());
     assert_eq!(bench.image(), image);
@@ -267,4 +288,39 @@ fn ends_whole(bench: &Bench, image: &str) {
     assert!(!contains(&content, MARKER) && !contains(&content, AFTER));
     here.vmseal(&["vm", "delete", VM]).unwrap();
     bench.ceph.is_empty();
+}
+
+/// Off and suspended it goes there without anything that is sent, and starts or goes on from where its image is.
+#[test]
+fn a_vm_on_a_pool_that_is_off_or_suspended_goes_to_another_host_and_its_image_stays() {
+    if !is_installed() {
+        return;
+    }
+    let bench = Bench::new("migration-at-rest");
+    let here = &bench.ceph.here;
+    start(here);
+    let image = bench.image();
+    here.vmseal(&["vm", "stop", VM, "--force"]).unwrap();
+    let planned = here.vmseal(&["vm", "migrate", VM, "--dry-run"]).unwrap();
+    let chosen = "choose host 'there'; the VM is off, so nothing is sent";
+    assert!(planned.contains(chosen), "{planned}");
+    here.vmseal(&["vm", "migrate", VM]).unwrap();
+    bench.rests_on(THERE, "off", &image);
+    here.vmseal(&["vm", "start", VM]).unwrap();
+    let mut console = booted(here, VM).unwrap();
+    bench.runs_on(THERE);
+    read_marker_of_disk(&mut console);
+    count(&mut console);
+    drop(console);
+
+    here.vmseal(&["vm", "suspend", VM]).unwrap();
+    here.vmseal(&["vm", "migrate", VM, HERE]).unwrap();
+    bench.rests_on(HERE, "suspended", &image);
+    here.vmseal(&["vm", "resume", VM]).unwrap();
+    bench.runs_on(HERE);
+    // The guest counts on, from its memory.
+    has_lost_nothing(here);
+    snapshot_keeps(here, BEFORE);
+    here.vmseal(&["snapshot", "delete", VM, "one"]).unwrap();
+    ends_whole(&bench, &image);
 }

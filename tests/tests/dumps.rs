@@ -24,16 +24,21 @@ fn started(policy: &str) -> (Installation, Console) {
     let here = Installation::new().unwrap();
     shell_guest::start(&here, VM, policy, &[]).unwrap();
     let mut console = booted(&here, VM).unwrap();
-    let (one, two) = SECRET;
-    run(&mut console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
+    keep_secret(&mut console);
     (here, console)
+}
+
+/// The guest has the text in its memory.
+pub(crate) fn keep_secret(console: &mut Console) {
+    let (one, two) = SECRET;
+    run(console, &format!("m={one}; m=${{m}}{two}; echo SET-$((6 * 7))"), "SET-42").unwrap();
 }
 
 fn goes_on(console: &mut Console) {
     run(console, "echo LIVES-$((6 * 7))", "LIVES-42").unwrap();
 }
 
-fn has_secret(file: &Path) -> bool {
+pub(crate) fn has_secret(file: &Path) -> bool {
     let secret = format!("{}{}", SECRET.0, SECRET.1).into_bytes();
     let content = std::fs::read(file).unwrap();
     contains(&content, secret)
@@ -44,7 +49,7 @@ fn home(here: &Installation) -> PathBuf {
 }
 
 /// The files of core dumps, whole or not.
-fn cores(here: &Installation) -> Vec<PathBuf> {
+pub(crate) fn cores(here: &Installation) -> Vec<PathBuf> {
     let files = std::fs::read_dir(home(here)).unwrap().map(|entry| entry.unwrap().path());
     let is_core =
         |file: &PathBuf| file.file_name().unwrap().to_string_lossy().starts_with("vm.core-");

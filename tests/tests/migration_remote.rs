@@ -33,7 +33,7 @@ fn two_control_planes(policy: &str) -> (Installation, Installation) {
 }
 
 /// A control plane whose host has other users for its guests.
-fn other_control_plane() -> Installation {
+pub(crate) fn other_control_plane() -> Installation {
     let mut east = Installation::new().unwrap();
     restart_agent(&mut east);
     east
@@ -46,7 +46,7 @@ fn restart_agent(east: &mut Installation) {
 }
 
 /// Has the first control plane know the second one; a user compares the fingerprint.
-fn introduce(west: &Installation, east: &Installation) {
+pub(crate) fn introduce(west: &Installation, east: &Installation) {
     let (url, token) = (east.url(), east.path("server/admin.token"));
     let add = ["remote", "add", "east", &url, "--remote-token-file", text(&token).unwrap()];
     let refused = west.refused(&add).unwrap();

@@ -38,21 +38,26 @@ fn caught_up(here: &Installation) {
 
 /// The same, as its filter says now.
 fn is_shown_caught_up(here: &Installation) {
+    is_caught_up_on(here, "second");
+}
+
+/// The same of a replica on this datastore.
+pub(crate) fn is_caught_up_on(here: &Installation, datastore: &str) {
     eventually("the replica has caught up, as it is shown", || {
         let shown = here.json(&["disk", "replica", "web", "disk0"]).ok()?;
-        assert_eq!(shown["datastore"], "second", "{shown}");
+        assert_eq!(shown["datastore"], datastore, "{shown}");
         let lag = shown["lag_milliseconds"].as_u64()?;
         (shown["dirty_bytes"] == 0 && lag < 60_000).then_some(())
     })
     .unwrap();
 }
 
-fn is_equal(image: &PathBuf, replica: &PathBuf) -> bool {
+pub(crate) fn is_equal(image: &PathBuf, replica: &PathBuf) -> bool {
     std::fs::read(image).unwrap() == std::fs::read(replica).unwrap()
 }
 
 /// Makes the guest count, which it does after it has written and flushed.
-fn count_on(here: &Installation, before: u32) -> u32 {
+pub(crate) fn count_on(here: &Installation, before: u32) -> u32 {
     let mut console = here.console("web").unwrap();
     console.type_text("r").unwrap();
     loop {

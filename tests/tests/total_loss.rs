@@ -17,13 +17,33 @@ fn file(here: &Installation, name: &str, content: &str) -> String {
 }
 
 /// What `datastore adopt` says of a VM.
-fn line<'a>(adoption: &'a Value, name: &str) -> &'a Value {
+pub(crate) fn line<'a>(adoption: &'a Value, name: &str) -> &'a Value {
     let vms = adoption["vms"].as_array().unwrap();
     vms.iter().find(|vm| vm["name"] == name).unwrap_or_else(|| panic!("no {name}: {adoption}"))
 }
 
-fn stop(here: &Installation, vm: &str) {
+pub(crate) fn stop(here: &Installation, vm: &str) {
     here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+}
+
+/// A new server gets what the former one had beside its datastores: the keys, from the provider's backup, and the policies.
+pub(crate) fn keys_and_policies(here: &Installation) {
+    let given = file(here, "passphrase", PASSPHRASE);
+    let backup = text(&here.path("keys.backup")).unwrap().to_owned();
+    here.vmseal(&[
+        "provider",
+        "add",
+        "keys",
+        "--restore",
+        &backup,
+        "--backup-passphrase-file",
+        &given,
+        "--passphrase-file",
+        &given,
+    ])
+    .unwrap();
+    here.vmseal(&["policy", "create", "encrypted", "--encrypt"]).unwrap();
+    here.vmseal(&["policy", "create", "plain", "--plain"]).unwrap();
 }
 
 #[test]
@@ -259,7 +279,6 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     here.lose_server().unwrap();
     here.start_server().unwrap();
     here.join_again().unwrap();
-    let given = file(&here, "passphrase", PASSPHRASE);
     let store = text(&here.path("datastore")).unwrap().to_owned();
     let add = ["datastore", "add", "local", "--host", "here", "--path", &store];
     let refused = here.refused(&add).unwrap();
@@ -269,21 +288,7 @@ fn with_the_providers_backup_alone_a_new_server_adopts_all_vms_and_they_have_the
     let adopt = ["datastore", "adopt", "local"];
     let refused = here.refused(&adopt).unwrap();
     assert!(refused.contains("cannot be adopted as things are: 4"), "{refused}");
-    let backup = text(&here.path("keys.backup")).unwrap().to_owned();
-    here.vmseal(&[
-        "provider",
-        "add",
-        "keys",
-        "--restore",
-        &backup,
-        "--backup-passphrase-file",
-        &given,
-        "--passphrase-file",
-        &given,
-    ])
-    .unwrap();
-    here.vmseal(&["policy", "create", "encrypted", "--encrypt"]).unwrap();
-    here.vmseal(&["policy", "create", "plain", "--plain"]).unwrap();
+    keys_and_policies(&here);
     // Somebody has given a VM more memory.
     let cold = before["id"].as_str().unwrap();
     let descriptor = here.path("datastore").join(cold).join("vm.json");

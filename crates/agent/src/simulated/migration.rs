@@ -347,10 +347,10 @@ impl Inside {
             self.agent.publish(vm);
             return;
         }
-        let all_sent = Instant::now().checked_sub(self.stood_still);
+        let all_sent_at = Instant::now().checked_sub(self.stood_still);
         if let Ok(known) = self.known(vm) {
             if sent && !at_rest {
-                known.jobs.all_sent(task, all_sent);
+                known.jobs.all_sent(task, all_sent_at);
             }
             let placed = Some(known.spec.memory).filter(|_| !at_rest);
             let disks = sent_of_copies(&known.spec, known.jobs.spec(task));
