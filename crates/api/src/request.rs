@@ -407,7 +407,7 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which runs or is suspended, is kept, too.
+    /// Whether the memory of the guest, which runs, is paused or suspended, is kept, too.
     #[serde(default)]
     pub memory: bool,
 }
