@@ -1,4 +1,5 @@
-//! Clones of a VM that is off, of one that runs, and of a snapshot, also on another datastore: they hold the same, and share no key.
+//! Clones of a VM that is off, of one that runs, of one that is suspended, and of a snapshot, also on another datastore: they hold the same, and
+//! share no key.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
@@ -143,6 +144,51 @@ fn a_vm_that_runs_is_cloned_and_no_snapshot_is_left() {
     assert_eq!(beginnings(&here, &["web", "copy"]).len(), 4, "VMs share a data key");
     // What the guest has written since is in the disk itself.
     assert!(here.disk_has("web", "disk0", TEXT_AT, "TEXT-OF-TWO").unwrap());
+}
+
+/// A suspended VM is cloned, also as a linked clone, as its disks were then. The clone boots; the VM stays suspended, and its guest goes on.
+#[test]
+fn a_suspended_vm_is_cloned_and_its_guest_goes_on() {
+    let here = Installation::new().unwrap();
+    shell_guest::start(&here, "web", "encrypted", &[]).unwrap();
+    let mut console = booted(&here, "web").unwrap();
+    write(&mut console, "TEXT-OF-ONE");
+    run(&mut console, "m=REMEMBERED; echo SET-$((6 * 7))", "SET-42").unwrap();
+    drop(console);
+    here.vmseal(&["vm", "suspend", "web"]).unwrap();
+    let memory = here.home("web").unwrap().join("vm.memory");
+    let saved = std::fs::read(&memory).unwrap();
+    let clone = ["vm", "clone", "web", "copy"];
+    let planned = here.try_vmseal(&[&clone[..], &["--dry-run"]].concat()).unwrap();
+    let warned = String::from_utf8_lossy(&planned.stderr).into_owned();
+    assert!(planned.status.success() && warned.contains("as after a power cut"), "{warned}");
+
+    here.vmseal(&clone).unwrap();
+    for vm in ["web", "copy"] {
+        has_no_snapshots(&here, vm);
+    }
+    let events = here.json(&["events"]).unwrap().to_string();
+    assert!(events.contains("of a VM that was suspended, as after a power cut"), "{events}");
+    here.vmseal(&["snapshot", "create", "web", "base"]).unwrap();
+    here.vmseal(&["vm", "clone", "web", "linked", "--linked", "--snapshot", "base"]).unwrap();
+    assert_eq!(here.vm("web").unwrap()["power"], "suspended");
+    assert!(std::fs::read(&memory).unwrap() == saved, "its memory is another one");
+    assert!(!here.home("copy").unwrap().join("vm.memory").exists(), "the clone has its memory");
+    assert_eq!(of(&here, &["web", "copy"]).len(), 4, "VMs share a key or an address");
+    assert_eq!(beginnings(&here, &["web", "copy"]).len(), 4, "VMs share a data key");
+    assert!(here.disk_has("linked", "disk0", TEXT_AT, "TEXT-OF-ONE").unwrap());
+
+    here.vmseal(&["vm", "start", "copy"]).unwrap();
+    let mut copy = booted(&here, "copy").unwrap();
+    here.vmseal(&["vm", "resume", "web"]).unwrap();
+    let mut web = here.console("web").unwrap();
+    for (guest, has) in [(&mut copy, "HAS--"), (&mut web, "HAS-REMEMBERED-")] {
+        reads(guest, "TEXT-OF-ONE");
+        run(guest, "echo HAS-$m-", has).unwrap();
+    }
+    for vm in ["copy", "web"] {
+        here.vmseal(&["vm", "stop", vm, "--force"]).unwrap();
+    }
 }
 
 /// All disks of a VM are on this datastore, and no file there has any of these texts.

@@ -160,4 +160,16 @@ fn a_paused_guest_whose_filter_dies_is_saved_without_one() {
     }
     disks_are_served(&here, VM);
     has_lost_nothing(&here);
+
+    // A snapshot keeps it so, too: the next filter finds its layers.
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    kill_filters(&here);
+    here.wait_alarm(VM, "disks-down").unwrap();
+    here.vmseal(&["snapshot", "create", VM, "still", "--memory"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["power"], "paused");
+    assert!(filters(&here).is_empty(), "a filter was started for a guest that is paused");
+    here.vmseal(&["snapshot", "revert", VM, "still", "--running"]).unwrap();
+    assert_eq!(here.vm(VM).unwrap()["power"], "paused");
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    has_lost_nothing(&here);
 }

@@ -244,6 +244,51 @@ fn a_snapshot_with_memory_brings_its_guest_back_as_often_as_wanted() {
     assert!(!home.exists(), "{:?}", std::fs::read_dir(&home).map(Iterator::count));
 }
 
+/// Paused, a guest is kept as it is by a snapshot, and stays paused under the filter that it has; it is paused again when it goes on from that.
+#[test]
+fn a_paused_guest_is_kept_by_a_snapshot_and_is_paused_again() {
+    let (here, mut console) = started("encrypted");
+    counts(&mut console, 0);
+    let power = || here.vm(VM).unwrap()["power"].as_str().unwrap().to_owned();
+    let create = |name: &str| here.vmseal(&["snapshot", "create", VM, name, "--memory"]).unwrap();
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    let filters = here.processes_of(VM, "vmseal-filter").unwrap();
+    create("still");
+    let after = here.processes_of(VM, "vmseal-filter").unwrap();
+    assert_eq!(after, filters, "the filter was restarted");
+    assert_eq!((power().as_str(), kept(&here).len()), ("paused", 1));
+    assert!(!is_in_the_clear(&here), "the memory is in the clear");
+    // QEMU saves it again when it has run.
+    for again in [&["vm", "suspend", VM][..], &["snapshot", "create", VM, "again", "--memory"]] {
+        let why = here.refused(again).unwrap();
+        assert!(why.contains("vmseal vm unpause"), "{again:?}: {why}");
+    }
+    assert_eq!((power().as_str(), kept(&here).len()), ("paused", 1));
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    counts(&mut console, 1);
+    counts(&mut console, 2);
+    drop(console);
+    here.vmseal(&["snapshot", "revert", VM, "still", "--running"]).unwrap();
+    assert_eq!(power(), "paused");
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    let mut console = here.console(VM).unwrap();
+    counts(&mut console, 1);
+    // It has run since.
+    suspend(&here, console);
+    let mut console = resume(&here);
+    counts(&mut console, 2);
+
+    // A reset is no run, and after it QEMU does not say any more that it has saved it.
+    here.vmseal(&["vm", "pause", VM]).unwrap();
+    create("before-reset");
+    here.vmseal(&["vm", "reset", VM]).unwrap();
+    let why = here.refused(&["vm", "suspend", VM]).unwrap();
+    assert!(why.contains("vmseal vm unpause"), "{why}");
+    here.vmseal(&["vm", "unpause", VM]).unwrap();
+    shell_guest::boots(&mut console).unwrap();
+    run(&mut console, "echo FORGOTTEN-$n-", "FORGOTTEN--").unwrap();
+}
+
 /// Asleep, a guest is kept by a snapshot, reverted to it, and rid of it, and each time goes on with the memory that fits its disks.
 #[test]
 fn a_suspended_guest_is_kept_by_a_snapshot_and_has_its_old_memory_again() {

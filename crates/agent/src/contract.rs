@@ -279,6 +279,7 @@ pub async fn first_run(agent: &dyn HostAgent, fixture: Fixture) -> Session {
     mirror::suspended(agent, &mut session).await;
     backups::suspended(agent, &session).await;
     suspended_snapshots::disk(agent, &session).await;
+    suspended_snapshots::paused(agent, &session).await;
     running(agent, &session).await;
     session
 }

@@ -183,6 +183,24 @@ pub fn suspended(spec: &VmSpec) -> Problem {
     wrong_state(spec, &what)
 }
 
+/// A snapshot is to keep the memory of a VM that has none now.
+#[must_use]
+pub fn has_no_memory(spec: &VmSpec) -> Problem {
+    let what =
+        "neither runs nor is paused or suspended, and has no memory that a snapshot could keep";
+    wrong_state(spec, what)
+}
+
+/// A guest has been saved, or sent, while it was paused, and has not run since.
+#[must_use]
+pub fn saved_while_paused(spec: &VmSpec) -> Problem {
+    let what = format!(
+        "is paused, and its memory has been saved or sent since, as for a snapshot: QEMU does either again only when its guest has run. Unpause it (vmseal vm unpause {}), pause it again if it is to be so, and try again",
+        spec.name
+    );
+    wrong_state(spec, &what)
+}
+
 /// A VM that is to lose its key has a file that only the key opens.
 #[must_use]
 pub fn needs_its_key(spec: &VmSpec, file: &str) -> Problem {

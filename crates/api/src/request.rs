@@ -360,8 +360,8 @@ fn one() -> u32 {
 pub struct CloneVm {
     /// The clone's name.
     pub name: String,
-    /// The snapshot whose disks are copied, by name or id; none means what the disks hold now. Of a VM that runs the task takes a
-    /// snapshot then, and drops it at its end.
+    /// The snapshot whose disks are copied, by name or id; none means what the disks hold now. Of a VM that runs or is suspended the
+    /// task takes a snapshot then, and drops it at its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
     /// The host that it is for, by name or id; none means the host of the other VM, which makes it in any case. On another host it has
@@ -407,7 +407,7 @@ pub struct TakeSnapshot {
     /// cut.
     #[serde(default = "yes")]
     pub quiesce: bool,
-    /// Whether the memory of the guest, which runs or is suspended, is kept, too.
+    /// Whether the memory of the guest, which runs, is paused or suspended, is kept, too.
     #[serde(default)]
     pub memory: bool,
 }

@@ -1,6 +1,6 @@
-//! Snapshots of a VM that is suspended: its memory stays that of its disks, or is gone.
+//! Snapshots of a VM that is suspended: its memory stays that of its disks, or is gone. And such with memory of a guest that is paused.
 
-use vmseal_api::host::{HostAgent, JobSpec, Power, RevertJob, SnapshotJob};
+use vmseal_api::host::{GuestControl, HostAgent, JobSpec, Power, PowerOff, RevertJob, SnapshotJob};
 use vmseal_api::id::{DiskId, SnapshotId, TaskId};
 use vmseal_api::problem::ErrorCode;
 
@@ -8,7 +8,7 @@ use super::mirror::{GENERATION, goes_on, suspend};
 use super::snapshots::{drop_snapshot, revert, reverting, take};
 use super::{Session, console, done, refused};
 
-/// The job that takes a snapshot of one disk and of the memory that is saved.
+/// The job that takes a snapshot of one disk and of the guest's memory, which may be saved already.
 fn take_with_memory(disk: DiskId, snapshot: SnapshotId) -> JobSpec {
     let (quiesce, memory, generation, tracked) = (true, true, None, None);
     let disks = vec![disk];
@@ -82,4 +82,42 @@ pub async fn disk(agent: &dyn HostAgent, session: &Session) {
     for snapshot in [plain, later] {
         session.through(agent, drop_snapshot(disk, snapshot)).await;
     }
+}
+
+/// A paused guest is kept with its memory and stays paused, and is paused again when it goes on from that. The VM is off and its key is
+/// there, before and after.
+pub async fn paused(agent: &dyn HostAgent, session: &Session) {
+    let (vm, disk, kept) = (session.vm(), session.disk(0).disk, SnapshotId::new());
+    done(agent.power_on(vm).await, "starting");
+    session.power(agent, Power::Running).await;
+    // A guest that boots does not hear what is typed.
+    console(agent, session).await;
+    done(agent.control_guest(vm, GuestControl::Pause).await, "pausing");
+    session.through(agent, take_with_memory(disk, kept)).await;
+    // Another task finds it taken.
+    session.through(agent, take_with_memory(disk, kept)).await;
+    assert_eq!(session.now(agent).await.power, Power::Paused, "after a snapshot");
+    let again = agent.put_job(vm, TaskId::new(), take_with_memory(disk, SnapshotId::new())).await;
+    refused(
+        again,
+        ErrorCode::WrongState,
+        "the memory of a guest that was saved and has not run since",
+    );
+    refused(agent.suspend(vm).await, ErrorCode::WrongState, "suspending it");
+    assert_eq!(session.now(agent).await.power, Power::Paused, "after what was refused");
+    done(agent.control_guest(vm, GuestControl::Unpause).await, "unpausing");
+    goes_on(agent, session).await;
+
+    done(agent.power_off(vm, PowerOff::Force).await, "forcing it off");
+    session.through(agent, revert_with_memory(disk, kept, false)).await;
+    is_suspended(agent, session, "after a revert to a paused guest").await;
+    done(agent.power_on(vm).await, "resuming");
+    session.power(agent, Power::Paused).await;
+    done(agent.control_guest(vm, GuestControl::Unpause).await, "unpausing it again");
+    goes_on(agent, session).await;
+    // It has run since, and is saved as any other.
+    suspend(agent, session).await;
+    session.through(agent, revert(disk, kept)).await;
+    assert_eq!(session.now(agent).await.power, Power::Off, "it has a memory of before");
+    session.through(agent, drop_snapshot(disk, kept)).await;
 }

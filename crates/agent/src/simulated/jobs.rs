@@ -70,6 +70,9 @@ impl Inside {
             let suspended = known.power == Power::Suspended;
             rules::check_sent_memory(&known.spec, suspended, departure.suspended)?;
         }
+        if matches!(job, JobSpec::Send(_)) {
+            self.require_unsaved(vm)?;
+        }
         self.ready_for_snapshots(vm, job)?;
         self.ready_for_memory(vm, job)?;
         self.ready_for_backups(vm, job)?;

@@ -9,20 +9,27 @@ use super::{Inside, SimulatedHost, Work};
 use crate::rules;
 use crate::storage::memory::NOT_COUNTED;
 
+/// The memory that a snapshot keeps.
+#[derive(Clone, Copy)]
+pub struct SnapshotMemory {
+    /// Its generation.
+    pub generation: u64,
+    /// Whether its guest was paused, and is so again when it goes on.
+    paused: bool,
+}
+
 impl Inside {
     /// Checks what snapshots with memory need, and what becomes of the memory of a VM that is reverted.
     pub fn ready_for_memory(&mut self, vm: VmId, job: &JobSpec) -> Result<(), Problem> {
         let known = self.known(vm)?;
         let (spec, power) = (known.spec.clone(), known.power);
         match job {
-            JobSpec::Snapshot(job) if job.memory => {
-                if matches!(power, Power::Running | Power::Suspended) {
-                    return Ok(());
-                }
-                let what =
-                    "neither runs nor is suspended, and has no memory that a snapshot could keep";
-                Err(rules::wrong_state(&spec, what))
-            }
+            JobSpec::Snapshot(job) if job.memory => match power {
+                Power::Running | Power::Suspended => Ok(()),
+                Power::Paused if self.persisted.kept_memories.contains_key(&job.snapshot) => Ok(()),
+                Power::Paused => self.require_unsaved(vm),
+                _ => Err(rules::has_no_memory(&spec)),
+            },
             JobSpec::Revert(job) => {
                 if job.memory && !self.persisted.kept_memories.contains_key(&job.snapshot) {
                     let what = format!("the memory that snapshot {} keeps is gone", job.snapshot);
@@ -37,20 +44,43 @@ impl Inside {
         }
     }
 
+    /// Refuses to save a guest that has been saved while it was paused, or to send it, before it has run again.
+    pub fn require_unsaved(&self, vm: VmId) -> Result<(), Problem> {
+        match self.persisted.guests.get(&vm) {
+            Some(guest) if guest.paused && guest.saved_paused => {
+                Err(rules::saved_while_paused(&guest.spec))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether a VM is suspended with the memory that a snapshot keeps.
     fn is_suspended_with(&self, vm: VmId, snapshot: SnapshotId) -> bool {
         let (suspended, kept) = (&self.persisted.suspended, &self.persisted.kept_memories);
         let found = suspended.get(&vm).map(|guest| guest.generation);
-        found.is_some_and(|found| kept.get(&snapshot) == Some(&found))
+        let kept = kept.get(&snapshot).map(|kept| kept.generation);
+        found.is_some() && found == kept
     }
 
-    /// A snapshot was taken: it keeps the memory of a guest that runs, or what a VM is suspended with.
+    /// A snapshot was taken: it keeps the memory of a guest that runs or is paused, or what a VM is suspended with.
     pub fn keep_memory(&mut self, vm: VmId, job: &SnapshotJob) {
-        if job.memory {
-            let saved = self.persisted.suspended.get(&vm).map(|guest| guest.generation);
-            let generation = saved.or(job.generation).unwrap_or(NOT_COUNTED);
-            self.persisted.kept_memories.insert(job.snapshot, generation);
+        if !job.memory {
+            return;
         }
+        let persisted = &mut self.persisted;
+        let kept = match persisted.suspended.get(&vm) {
+            Some(saved) => SnapshotMemory { generation: saved.generation, paused: saved.paused },
+            None => {
+                let generation = job.generation.unwrap_or(NOT_COUNTED);
+                let guest = persisted.guests.get_mut(&vm);
+                let paused = guest.as_ref().is_some_and(|guest| guest.paused);
+                if let Some(guest) = guest {
+                    guest.saved_paused = paused;
+                }
+                SnapshotMemory { generation, paused }
+            }
+        };
+        persisted.kept_memories.insert(job.snapshot, kept);
     }
 
     /// A VM was reverted: what memory it had is gone, and it is suspended with that of the snapshot, if there is one.
@@ -65,8 +95,8 @@ impl Inside {
         known.power = if kept.is_some() { Power::Suspended } else { Power::Off };
         let spec = known.spec.clone();
         match kept {
-            Some(generation) => {
-                let guest = RunningGuest { generation, ..RunningGuest::new(spec) };
+            Some(SnapshotMemory { generation, paused }) => {
+                let guest = RunningGuest { generation, paused, ..RunningGuest::new(spec) };
                 self.persisted.suspended.insert(vm, guest);
             }
             None => drop(self.persisted.suspended.remove(&vm)),

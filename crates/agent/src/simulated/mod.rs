@@ -77,6 +77,7 @@ use exposed::Exposed;
 use faults::Faults;
 pub use faults::{Call, Fault};
 use jobs::Exports;
+use memories::SnapshotMemory;
 use mirror::Copies;
 use running::RunningGuest;
 pub use snapshots::SNAPSHOT_ROOM;
@@ -125,8 +126,8 @@ struct Persisted {
     leases: BTreeMap<VmId, u64>,
     /// The guests whose memory is saved.
     suspended: BTreeMap<VmId, RunningGuest>,
-    /// The generations of the memories that snapshots keep.
-    kept_memories: BTreeMap<SnapshotId, u64>,
+    /// The memories that snapshots keep.
+    kept_memories: BTreeMap<SnapshotId, SnapshotMemory>,
     /// The memories that snapshots keep and whose files cannot be used, and why.
     unusable_memories: BTreeMap<SnapshotId, String>,
     /// The generations of the memories of suspended VMs that other hosts will send.

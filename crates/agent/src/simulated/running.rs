@@ -28,6 +28,8 @@ pub struct RunningGuest {
     pub spec: VmSpec,
     pub guest: Guest,
     pub paused: bool,
+    /// Whether its memory has been saved since it was paused.
+    pub saved_paused: bool,
     /// Whether it sleeps (ACPI S3).
     pub asleep: bool,
     /// Whether all of it is sent to another host.
@@ -53,13 +55,13 @@ impl RunningGuest {
         let fixed = live.disks.iter().filter(|disk| disk.port.is_none());
         let (guest, fixed_disks) = (Guest::new(), fixed.map(|disk| disk.disk).collect());
         let panics = Panics::default();
-        let (paused, asleep, handed_over) = (false, false, false);
         Self {
             spec,
             guest,
-            paused,
-            asleep,
-            handed_over,
+            paused: false,
+            saved_paused: false,
+            asleep: false,
+            handed_over: false,
             generation: NOT_COUNTED,
             disks,
             fixed_disks,
@@ -198,7 +200,7 @@ impl Inside {
         if let Some(guest) = self.persisted.guests.get_mut(&vm) {
             match what {
                 GuestControl::Pause => guest.paused = true,
-                GuestControl::Unpause => guest.paused = false,
+                GuestControl::Unpause => (guest.paused, guest.saved_paused) = (false, false),
                 GuestControl::Reset => {
                     guest.resets += 1;
                     guest.asleep = false;

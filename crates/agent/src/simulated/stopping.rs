@@ -71,6 +71,8 @@ impl Inside {
         let known = self.known(vm)?;
         let key = rules::key_state(&known.spec, known.key_held);
         rules::check_suspend(&known.spec, key == KeyState::Missing)?;
+        self.require_unsaved(vm)?;
+        let known = self.known(vm)?;
         known.power = Power::Suspending;
         known.not_suspended = None;
         known.request = request_id::current();

@@ -161,8 +161,8 @@ impl Inside {
             let snapshot = described.snapshot;
             if let Some(why) = self.persisted.unusable_memories.get(&snapshot) {
                 unusable.push(UnusableMemory { snapshot, detail: why.clone() });
-            } else if let Some(generation) = self.persisted.kept_memories.get(&snapshot) {
-                kept.push(KeptMemory { snapshot, generation: *generation });
+            } else if let Some(memory) = self.persisted.kept_memories.get(&snapshot) {
+                kept.push(KeptMemory { snapshot, generation: memory.generation });
             }
         }
         (kept, unusable)

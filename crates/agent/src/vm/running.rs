@@ -19,6 +19,7 @@ use super::queues::{Witness, stays_connected, unserved};
 use super::sending::{Sending, SendingEvent};
 use super::service::{Service, ServiceEvent, answers};
 use super::stalled::{Stalled, full_pools};
+use super::stream;
 use super::suspend::Saving;
 use super::thawing::Thawing;
 use super::tpm::Tpm;
@@ -222,6 +223,18 @@ impl Running {
     /// stopped before the core dump is whole.
     pub fn stands_still(&self) -> bool {
         self.saving.is_some() || self.panicked || self.live.paused && self.live.queues_known
+    }
+
+    /// Whether a paused guest has been saved, or all of it sent, and has not run since. QEMU does neither again before it has run: it has
+    /// made its block devices inactive.
+    ///
+    /// # Errors
+    /// QEMU's.
+    pub async fn was_saved_paused(&self) -> Result<bool, QmpError> {
+        if !self.live.paused {
+            return Ok(false);
+        }
+        Ok(stream::stands_still(&self.qmp.execute("query-status", Value::Null).await?))
     }
 
     /// Whether QEMU takes another filter when a guest goes on that has panicked, if it needs one: before 9.0 it does not where the filter

@@ -24,7 +24,7 @@ use crate::problem::{ErrorCode, Problem};
 pub const CONTRACT: ContractRange = ContractRange { min: 2, max: 2 };
 
 /// The features of this agent beyond the first version of the contract that it speaks.
-pub const FEATURES: [&str; 89] = [
+pub const FEATURES: [&str; 90] = [
     "job-create",
     "job-export",
     NICS,
@@ -100,6 +100,7 @@ pub const FEATURES: [&str; 89] = [
     EXPOSE_KEPT,
     MEASURE_MEDIUM,
     SUSPENDED_SNAPSHOTS,
+    PAUSED_SNAPSHOTS,
     ABOUT,
     TAKE_VARIABLES,
     MIGRATE_SHARED_TPM,
@@ -207,6 +208,9 @@ pub const MEMORY_SNAPSHOTS: &str = "snapshot-memory";
 
 /// The feature of agents that take snapshots of VMs which are suspended, revert these and delete snapshots of them.
 pub const SUSPENDED_SNAPSHOTS: &str = "snapshot-suspended";
+
+/// The feature of agents whose snapshots keep the memory of guests which are paused.
+pub const PAUSED_SNAPSHOTS: &str = "snapshot-paused";
 
 /// The feature of agents that back VMs up.
 pub const BACKUP: &str = "job-backup";

@@ -46,8 +46,8 @@ pub enum Snapshot {
         /// Do not freeze the guest's file systems
         #[arg(long)]
         no_quiesce: bool,
-        /// Keep the guest's memory, too: a guest that runs stands still while that is saved, and goes on; that of a suspended VM is
-        /// saved already
+        /// Keep the guest's memory, too: a guest that runs stands still while that is saved, and goes on; one that is paused stays
+        /// paused; that of a suspended VM is saved already
         #[arg(long)]
         memory: bool,
         #[command(flatten)]
@@ -58,8 +58,8 @@ pub enum Snapshot {
     /// Have the disks of a VM hold what a snapshot keeps
     ///
     /// The VM is off, and stays so, unless --running is given. A snapshot with memory leaves it suspended: `vmseal vm resume` has its
-    /// guest go on where it was then. A VM that is suspended loses its saved memory: unless a snapshot keeps that, too, --discard-memory
-    /// is needed.
+    /// guest go on where it was then; one that was paused is paused again. A VM that is suspended loses its saved memory: unless a
+    /// snapshot keeps that, too, --discard-memory is needed.
     ///
     /// What they hold now is lost, as far as no other snapshot keeps it: take one before, if in doubt.
     Revert {

@@ -177,12 +177,13 @@ pub enum Vm {
         #[command(flatten)]
         dry_run: DryRun,
     },
-    /// Clone a VM, off or running, or a snapshot of one
+    /// Clone a VM, off, running or suspended, or a snapshot of one
     ///
     /// The clone has disks of its own that hold the same, encrypted with keys of its own, other addresses of its network
     /// cards and an empty TPM. Forwarded ports of the host are chosen when it starts. Of a VM that runs a snapshot is taken,
     /// copied and dropped: what the guest's disks hold at one instant, with its file systems frozen for a moment if its agent
-    /// answers.
+    /// answers. A VM that is suspended stays so: the clone has what its disks hold and nothing of its saved memory, as after a power
+    /// cut.
     ///
     /// With --host the clone is for another host: its disks are made where both hosts have their datastore, or they are made on the VM's
     /// host, sent to the other one and removed where they were made. The dry run says which.

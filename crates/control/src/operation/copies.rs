@@ -48,11 +48,14 @@ pub struct SentDisks {
     pub encrypted: bool,
 }
 
-/// A snapshot of a VM that runs, for its clone.
+/// A snapshot of a VM that runs or is suspended, for its clone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Temporary {
     /// Whether the guest's file systems are frozen for its instant.
     pub quiesce: bool,
+    /// Whether the VM is suspended.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub suspended: bool,
 }
 
 impl Copies {

@@ -1,5 +1,6 @@
 //! Clones VMs: a new VM with disks of its own that hold what another one's hold, now or at a snapshot, under keys of its own, on the same
-//! datastores or all on another one, on the same host or for another one. Of one that runs the task takes a snapshot, and drops it.
+//! datastores or all on another one, on the same host or for another one. Of one that runs or is suspended the task takes a snapshot, and
+//! drops it.
 
 mod elsewhere;
 mod place;
@@ -7,7 +8,9 @@ mod place;
 use std::collections::{BTreeMap, BTreeSet};
 
 use vmseal_api::cloud_init::Documents;
-use vmseal_api::host::version::{CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS};
+use vmseal_api::host::version::{
+    CLOUD_INIT_COPIES, COPIES, LINKED_CLONES, SNAPSHOTS, SUSPENDED_SNAPSHOTS,
+};
 use vmseal_api::host::{Allocation, DiskRole, NicSpec, Power};
 use vmseal_api::id::{DiskId, VmId, check_name};
 use vmseal_api::model::{Lifecycle, Plan, Task};
@@ -17,7 +20,6 @@ use vmseal_api::request::CloneVm;
 use self::elsewhere::{Destination, Way};
 use super::caller::{Caller, Privilege};
 use super::create_vm::provider_of;
-use super::saved_memory;
 use super::snapshots::{OF_REPLICATED, chosen, keepable};
 use super::vms::{begin_paced, find, plan, power, require_ready, word};
 use super::{
@@ -64,7 +66,10 @@ pub async fn clone(
         features::require(services, &origin, LINKED_CLONES, "make linked clones")?;
     }
     let pace = super::tasks::work_pace(services, &origin, request.rate)?;
-    let runs = request.snapshot.is_none() && runs_now(services, &origin).await?;
+    let temporary = match &request.snapshot {
+        Some(_) => None,
+        None => kept_meanwhile(services, &origin, request.quiesce).await?,
+    };
     let wanted = Wanted {
         services,
         caller,
@@ -73,7 +78,7 @@ pub async fn clone(
         id,
         destination: destination.as_ref(),
         documents: documents.as_ref().zip(key_box.as_deref()),
-        runs,
+        temporary,
     };
     if dry_run {
         return Ok(Outcome::Planned(wanted.planned().await?));
@@ -100,8 +105,8 @@ struct Wanted<'a> {
     destination: Option<&'a Destination>,
     /// What cloud-init in it is told anew, and the key box of the host that makes it.
     documents: Option<(&'a Documents, &'a str)>,
-    /// Whether the VM runs, and a snapshot of it is taken.
-    runs: bool,
+    /// The snapshot that is taken of a VM that is not off.
+    temporary: Option<Temporary>,
 }
 
 /// A clone whose rows are in a transaction.
@@ -124,9 +129,9 @@ impl Wanted<'_> {
     async fn reserve(&self, write: &mut Write<'_>) -> Result<Reserved, Problem> {
         let Self { services, origin, request, .. } = *self;
         let known = disks::of_vm(write, origin.id).await?;
-        let snapshot = match self.runs {
-            true => Some(kept_for_it(services, write, origin, &known).await?),
-            false => chosen(write, origin, request.snapshot.as_deref()).await?,
+        let snapshot = match self.temporary {
+            Some(_) => Some(kept_for_it(services, write, origin, &known).await?),
+            None => chosen(write, origin, request.snapshot.as_deref()).await?,
         };
         let policy = policies::find(write, &origin.policy.to_string()).await?;
         let policy = policy.ok_or_else(|| Problem::not_found("policy", &origin.policy_name))?;
@@ -137,7 +142,7 @@ impl Wanted<'_> {
         }
         let (mut made, mut copies) = copied(origin, &known, snapshot.as_ref(), self.told())?;
         self.place(write, &policy, &mut made).await?;
-        copies.temporary = self.runs.then_some(Temporary { quiesce: request.quiesce });
+        copies.temporary = self.temporary;
         if made.iter().any(is_for_cloud_init) {
             let cannot = "copy data for cloud-init, which the clone is then to be given (--ssh-key, --cloud-init)";
             features::require(services, origin, CLOUD_INIT_COPIES, cannot)?;
@@ -232,9 +237,7 @@ impl Wanted<'_> {
         if let Some(link) = &link {
             planned.warnings.push(shares(&made, link));
         }
-        if self.runs {
-            planned.warnings.push(takes_snapshot(origin, request.quiesce));
-        }
+        planned.warnings.extend(self.temporary.map(|taken| takes_snapshot(origin, taken)));
         planned.warnings.extend(of_guest(origin, for_cloud_init, self.told()));
         Ok(planned)
     }
@@ -338,13 +341,19 @@ fn linked(
     })
 }
 
-/// That a VM runs, and what is done about it.
-fn takes_snapshot(origin: &vms::Vm, quiesce: bool) -> String {
-    let frozen = match quiesce {
+/// That a VM runs or is suspended, and what is done about it.
+fn takes_snapshot(origin: &vms::Vm, taken: Temporary) -> String {
+    let name = &origin.name;
+    if taken.suspended {
+        return format!(
+            "VM '{name}' is suspended: a snapshot of its disks is taken, copied and dropped; the saved memory of its guest is not in the clone, which starts as after a power cut"
+        );
+    }
+    let frozen = match taken.quiesce {
         true => "its guest's file systems are frozen for a moment, if its agent answers",
         false => "its guest's file systems are not frozen",
     };
-    format!("VM '{}' runs: a snapshot of it is taken, copied and dropped; {frozen}", origin.name)
+    format!("VM '{name}' runs: a snapshot of it is taken, copied and dropped; {frozen}")
 }
 
 /// What cloud-init in a clone is told.
@@ -375,15 +384,24 @@ fn of_guest(origin: &vms::Vm, for_cloud_init: Option<DiskId>, told: Told) -> Opt
     }
 }
 
-/// Whether a VM runs: what its disks hold changes while they are copied.
-async fn runs_now(services: &Services, vm: &vms::Vm) -> Result<bool, Problem> {
+/// The snapshot that the task takes of a VM. What the disks of one that runs hold changes while they are copied, and hosts lend no disk itself
+/// of one that is suspended.
+async fn kept_meanwhile(
+    services: &Services,
+    vm: &vms::Vm,
+    quiesce: bool,
+) -> Result<Option<Temporary>, Problem> {
     match power(services, vm).await? {
-        None | Some(Power::Off) => Ok(false),
-        Some(Power::Running | Power::Paused) => Ok(true),
-        Some(Power::Suspended) => Err(saved_memory::refusal_of_clone(vm)),
+        None | Some(Power::Off) => Ok(None),
+        Some(Power::Running | Power::Paused) => Ok(Some(Temporary { quiesce, suspended: false })),
+        Some(Power::Suspended) => {
+            let cannot = "clone VMs that are suspended";
+            features::require(services, vm, SUSPENDED_SNAPSHOTS, cannot)?;
+            Ok(Some(Temporary { quiesce, suspended: true }))
+        }
         Some(now) => {
             let detail = format!(
-                "VM '{}' is {}: wait until it runs or is off, or clone a snapshot of it (--snapshot NAME)",
+                "VM '{}' is {}: wait until it runs, is suspended or off, or clone a snapshot of it (--snapshot NAME)",
                 vm.name,
                 word(now)
             );
@@ -392,7 +410,7 @@ async fn runs_now(services: &Services, vm: &vms::Vm) -> Result<bool, Problem> {
     }
 }
 
-/// The snapshot that the task takes of a VM that runs.
+/// The row of the snapshot that the task takes.
 async fn kept_for_it(
     services: &Services,
     write: &mut Write<'_>,

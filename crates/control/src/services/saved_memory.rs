@@ -50,15 +50,6 @@ pub(super) fn refusal(vm: &Vm) -> Problem {
     Problem::new(ErrorCode::WrongState, detail)
 }
 
-/// A VM is suspended: what its disks hold now is not all that its guest knows, and a clone gets nothing of its memory.
-pub(super) fn refusal_of_clone(vm: &Vm) -> Problem {
-    let name = &vm.name;
-    let detail = format!(
-        "VM '{name}' is suspended, and a clone gets nothing of its saved memory: clone a snapshot (vmseal snapshot create {name} NAME, then --snapshot NAME), which keeps what the disks held when the VM was suspended; or resume the VM first (vmseal vm resume {name})"
-    );
-    Problem::new(ErrorCode::WrongState, detail)
-}
-
 /// A VM is suspended: a disk itself is exported only of one that is off.
 pub(super) fn refusal_of_export(vm: &Vm) -> Problem {
     let name = &vm.name;

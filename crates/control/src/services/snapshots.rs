@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use vmseal_api::host::version::{
-    MEMORY_SNAPSHOTS, REPLICA_SNAPSHOTS, SNAPSHOTS, SUSPENDED_SNAPSHOTS,
+    MEMORY_SNAPSHOTS, PAUSED_SNAPSHOTS, REPLICA_SNAPSHOTS, SNAPSHOTS, SUSPENDED_SNAPSHOTS,
 };
 use vmseal_api::host::{DiskRole, Power};
 use vmseal_api::id::{DiskId, SnapshotId};
@@ -32,6 +32,9 @@ pub(super) const OF_REPLICATED: &str = "take snapshots of disks that have replic
 
 /// The same.
 const OF_SUSPENDED: &str = "take snapshots of VMs that are suspended, or revert these";
+
+/// The same.
+const OF_PAUSED: &str = "take snapshots with memory of VMs that are paused";
 
 fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {
     let name = |id: &SnapshotId| all.iter().find(|it| it.id == *id).map(|it| it.name.clone());
@@ -156,8 +159,14 @@ pub async fn take(
     let (vm, _) = find_ready(services, vm, SNAPSHOTS, "take snapshots").await?;
     let now = if request.memory {
         features::require(services, &vm, MEMORY_SNAPSHOTS, "take snapshots with memory")?;
-        let remedy = "only a VM that runs or is suspended has memory that a snapshot can keep";
-        require_power(services, &vm, &[Power::Running, Power::Suspended], remedy).await?
+        let remedy =
+            "only a VM that runs, is paused or suspended has memory that a snapshot can keep";
+        let fine = [Power::Running, Power::Paused, Power::Suspended];
+        let now = require_power(services, &vm, &fine, remedy).await?;
+        if now == Some(Power::Paused) {
+            features::require(services, &vm, PAUSED_SNAPSHOTS, OF_PAUSED)?;
+        }
+        now
     } else {
         let remedy = "snapshots are taken while it runs, is paused, off or suspended";
         let fine = [Power::Off, Power::Running, Power::Paused, Power::Suspended];

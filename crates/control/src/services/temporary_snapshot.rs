@@ -25,7 +25,7 @@ pub(super) async fn reserve(
     if known.len() >= SNAPSHOTS_MAX {
         let what = match purpose {
             Purpose::Backup => "a backup takes one",
-            Purpose::Clone => "a clone of a VM that runs takes one",
+            Purpose::Clone => "a clone of a VM that runs or is suspended takes one",
         };
         let detail = format!(
             "VM '{}' has {SNAPSHOTS_MAX} snapshots, and {what} for a while: delete one first",

@@ -1,8 +1,9 @@
-//! Clones a VM: creates one whose disks are copied from another one's. Of one that runs a snapshot is copied, which lasts as long.
+//! Clones a VM: creates one whose disks are copied from another one's. Of one that runs or is suspended a snapshot is copied, which lasts as
+//! long.
 //!
 //! ```text
 //! off, or a snapshot   reserve (rows are there) ─► key ─► register ─► keys ─► make the disks ─► finish
-//! runs                 the same ─► take a snapshot ─► make the disks ─► record (commit) ─► drop the snapshot
+//! runs, or suspended   the same ─► take a snapshot ─► make the disks ─► record (commit) ─► drop the snapshot
 //! ```
 //! Until it is recorded it is undone as a whole, the snapshot of the other VM included. One for another host goes there when its disks are
 //! made ([`elsewhere`]).
@@ -21,7 +22,7 @@ use super::temporary_snapshot::{self, drop_left, drop_snapshot};
 use crate::operation::{Copies, Elsewhere, Operation, Temporary};
 use crate::store::snapshots;
 
-/// The steps of a clone of a VM that runs, besides those of any new VM.
+/// The steps of a clone of a VM that runs or is suspended, besides those of any new VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CloneVmStep {
     Reserve,
@@ -195,7 +196,7 @@ fn of<'a>(run: &Run<'a>) -> Result<(&'a Copies, SnapshotId, Temporary), StepErro
 
 /// Has the host keep what the disks of the VM that is cloned hold. Returns whether its file systems were frozen, where that is known.
 async fn take_snapshot(run: &Run<'_>) -> Result<Option<bool>, StepError> {
-    let (copies, snapshot, Temporary { quiesce }) = of(run)?;
+    let (copies, snapshot, Temporary { quiesce, .. }) = of(run)?;
     let origin = run.for_vm(copies.vm);
     let kept = temporary_snapshot::find(&origin, snapshot).await?;
     let kept = kept.ok_or_else(|| internal("the task has lost its snapshot"))?;
@@ -203,14 +204,19 @@ async fn take_snapshot(run: &Run<'_>) -> Result<Option<bool>, StepError> {
 }
 
 async fn record(run: &Run<'_>) -> Result<(), StepError> {
-    create_vm::finish_made(run, of_running(run)).await
+    create_vm::finish_made(run, of_taken(run)).await
 }
 
 /// What is told of the snapshot that the task has taken.
-fn of_running(run: &Run<'_>) -> &'static str {
+fn of_taken(run: &Run<'_>) -> &'static str {
     let quiesced: Option<bool> = run.output(CloneVmStep::TakeSnapshot.name()).flatten();
+    let was_suspended = of(run).is_ok_and(|(.., taken)| taken.suspended);
     match quiesced {
+        // Frozen, it had gone on before the snapshot was taken.
         Some(true) => ", of a VM that ran, whose file systems were frozen",
+        _ if was_suspended => {
+            ", of a VM that was suspended, as after a power cut: its saved memory is not in the clone"
+        }
         Some(false) => ", of a VM that ran, as after a power cut: its file systems were not frozen",
         None => ", of a VM that ran",
     }
@@ -238,7 +244,7 @@ async fn unreserve(run: &Run<'_>) -> Result<(), StepError> {
 pub(super) fn may_be_left(copies: &Copies) -> Option<String> {
     let (of, snapshot) = (copies.vm, copies.snapshot.filter(|_| copies.temporary.is_some())?);
     Some(format!(
-        "snapshot {snapshot} of VM {of}, which was taken for the clone, may be left (vmseal snapshot list {of}). The next backup of that VM drops it, and so does the next clone of it while it runs"
+        "snapshot {snapshot} of VM {of}, which was taken for the clone, may be left (vmseal snapshot list {of}). The next backup of that VM drops it, and so does the next clone of it while it runs or is suspended"
     ))
 }
 

@@ -1,5 +1,5 @@
 //! Snapshots that a task takes for itself of a VM, and drops at its end or when it is undone: for a backup, or for the clone of a VM
-//! that runs. Their rows are there before the task begins.
+//! that runs or is suspended. Their rows are there before the task begins.
 
 use vmseal_api::host::{DropSnapshotJob, JobKind, JobSpec, SnapshotJob, Tracked};
 use vmseal_api::id::SnapshotId;

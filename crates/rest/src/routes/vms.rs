@@ -165,7 +165,7 @@ pub(super) async fn delete(
     Ok(Answer(services::vms::delete(&control, &caller, &name, query.dry_run).await?.map(Accepted)))
 }
 
-/// Clones a VM, off or running, or a snapshot of one: a new VM with disks, keys, addresses and a TPM of its own.
+/// Clones a VM, off, running or suspended, or a snapshot of one: a new VM with disks, keys, addresses and a TPM of its own.
 #[utoipa::path(post, path = "/api/v1/vms/{vm}/clone", tag = "vms",
     params(("vm" = String, Path, description = "Its name or id"), DryRunQuery),
     request_body = CloneVm, responses((status = 202, body = model::Task), (status = 200, body = Plan), ProblemResponse))]

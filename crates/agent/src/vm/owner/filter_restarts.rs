@@ -34,6 +34,11 @@ impl Owner {
         self.spec.key.is_some() && self.kek.is_none()
     }
 
+    /// Whether nobody serves the disks of a guest that stands still, and nobody will before it goes on.
+    pub(super) fn stands_unserved(&mut self) -> bool {
+        self.running().is_some_and(|running| running.service.waits() && running.stands_still())
+    }
+
     /// Begins to start another filter, if one is needed, its key is here, and its guest does not stand still.
     pub(super) fn serve_again(&mut self) {
         let stands_still = self.running().is_some_and(|running| running.stands_still());

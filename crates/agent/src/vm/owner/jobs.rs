@@ -162,7 +162,10 @@ impl Owner {
             JobSpec::RestoreBackup(job) => {
                 self.ready_to_restore(task, job, spec).await.map(|_| Ready::Nothing)
             }
-            JobSpec::Send(_) => self.ready_to_send(spec).map(|()| Ready::Nothing),
+            JobSpec::Send(_) => {
+                self.ready_to_send(spec)?;
+                self.require_unsaved().await.map(|()| Ready::Nothing)
+            }
             // Its VM is here: it has come, or was never away.
             JobSpec::Receive(_) => Err(rules::wrong_state(&self.spec, "is on this host already")),
         }

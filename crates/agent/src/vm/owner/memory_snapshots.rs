@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  take    guest stopped ─► memory in vm.memory.snapshot-ID.creating, flushed ─► its name without .creating
-//!          ─► layers put on the notes (the snapshot is there) ─► guest goes on
+//!          ─► layers put on the notes (the snapshot is there) ─► guest goes on, or stays paused where it was
 //!  take, of a VM that is suspended    vm.memory.snapshot-ID is another name of vm.memory ─► layers put on the notes
 //!  revert  [vm.memory removed: a VM that was suspended is off] ─► disks reverted
 //!          ─► vm.memory is another name of the snapshot's file: the VM is suspended
@@ -38,15 +38,13 @@ impl Owner {
         disks: Vec<DiskSpec>,
         spec: JobSpec,
     ) -> Result<(), Problem> {
-        if self.power() != Power::Running {
-            let what =
-                "neither runs nor is suspended, and has no memory that a snapshot could keep";
-            return Err(rules::wrong_state(&self.spec, what));
+        if !matches!(self.power(), Power::Running | Power::Paused) {
+            return Err(rules::has_no_memory(&self.spec));
         }
         rules::check_suspend(&self.spec, self.key() == KeyState::Missing)?;
         // Before the next check: a guest that sleeps may use no disk, which is not the reason.
         self.require_awake("cannot be saved").await?;
-        self.may_replace_filter().await?;
+        self.may_put_layers(&disks).await?;
         let files = self.files_of(job.snapshot).await?;
         self.save_memory(files.clone(), job.generation).await?;
         self.jobs.begin(task, spec.clone());
@@ -54,7 +52,23 @@ impl Owner {
         Ok(())
     }
 
-    /// The memory is saved, or is not: the disks are kept, and the guest goes on.
+    /// Checks, before the guest is saved, that layers can be put above its disks afterwards. QEMU before 9.0 takes no other filter for a guest
+    /// that is paused, and none is needed where the one that serves can exchange the layers, or where none serves.
+    async fn may_put_layers(&mut self, disks: &[DiskSpec]) -> Result<(), Problem> {
+        if self.power() == Power::Paused {
+            if self.stands_unserved() {
+                return Ok(());
+            }
+            let named: Vec<_> = disks.iter().map(|disk| disk.disk).collect();
+            let has_replica = disks.iter().any(|disk| disk.replica.is_some());
+            if !has_replica && self.filter_that_replaces(&named).await.is_some() {
+                return Ok(());
+            }
+        }
+        self.may_replace_filter().await
+    }
+
+    /// The memory is saved, or is not: the disks are kept, and the guest goes on, unless it was paused.
     pub(super) async fn memory_kept(&mut self, keeping: Keeping, saved: Result<(), Problem>) {
         let kept = match saved {
             Ok(()) => self.keep_with_disks(&keeping).await,

@@ -87,6 +87,7 @@ impl Owner {
         }
         self.require_no_panic()?;
         self.ready_to_send(&spec)?;
+        self.require_unsaved().await?;
         self.require_awake("is not sent").await?;
         if self.power() != Power::Paused {
             // Of one that was begun later it is known whether the guest ran then.

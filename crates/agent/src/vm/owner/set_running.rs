@@ -105,7 +105,15 @@ impl Owner {
             && !lives
             && !plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?
         {
-            let what = "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then";
+            let what = match running.was_saved_paused().await.map_err(internal)? {
+                false => {
+                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then"
+                }
+                // Nothing has changed since then.
+                true => {
+                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it, and does not save it a second time. A snapshot with memory that was taken of it while it was paused has all of it: revert to that (vmseal snapshot revert, with --running), and unpause it then"
+                }
+            };
             return Err(rules::wrong_state(&spec, what));
         }
         let before = running.live.clone();
@@ -123,6 +131,10 @@ impl Owner {
     async fn reset(&mut self) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
+        if running.was_saved_paused().await.map_err(internal)? {
+            // QEMU must not save it before it has run, and does not say so any more when it has reset it.
+            running.live.queues_known = false;
+        }
         running.goes_on();
         running.write(&spec)?;
         // QEMU leaves a guest standing still that slept.

@@ -103,14 +103,15 @@ impl Owner {
         taken.map(|()| quiesced)
     }
 
-    /// Puts layers above what the disks of a guest hold that stands still, and is to go on above them.
+    /// Puts layers above what the disks of a guest hold that stands still, and is to go on above them. Where its filter has ended while it was
+    /// paused, the next one finds them on the notes.
     pub(super) async fn take_standing(
         &mut self,
         snapshot: SnapshotId,
         disks: Vec<DiskSpec>,
     ) -> Result<(), Problem> {
         let served = disks.iter().map(|disk| disk.disk).collect::<Vec<_>>();
-        let served = served.into_iter().any(|disk| self.is_served(disk));
+        let served = served.into_iter().any(|disk| self.is_served(disk)) && !self.stands_unserved();
         let vm = self.spec.vm;
         let begun = spawn_blocking(move || begin(vm, disks)).await.map_err(internal)??;
         self.put_above(served, begun, Some((snapshot, Uuid::now_v7())), None).await

@@ -47,6 +47,7 @@ impl Owner {
         self.require_known_queues()?;
         // Before the wait: it would end with a filter that began while the guest stood still, which is not the reason.
         self.require_no_panic()?;
+        self.require_unsaved().await?;
         if !self.running().is_some_and(|running| running.live.paused) {
             self.until_served().await?;
         }
@@ -79,10 +80,19 @@ impl Owner {
     pub(super) fn require_known_queues(&self) -> Result<(), Problem> {
         match &self.state {
             State::Running(running) if running.live.paused && !running.live.queues_known => {
-                let what = "is paused, and a filter has begun to serve it since, or an earlier vmseal has paused it: QEMU could not save all of its guest. Unpause it (vmseal vm unpause), pause it again if it is to be so, and try again";
+                let what = "is paused, and a filter has begun to serve it since, or it was reset after its memory had been saved, or an earlier vmseal has paused it: QEMU could not save all of its guest. Unpause it (vmseal vm unpause), pause it again if it is to be so, and try again";
                 Err(rules::wrong_state(&self.spec, what))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Refuses to save a guest that has been saved while it was paused, or to send it, before it has run again.
+    pub(super) async fn require_unsaved(&self) -> Result<(), Problem> {
+        let State::Running(running) = &self.state else { return Ok(()) };
+        match running.was_saved_paused().await.map_err(internal)? {
+            true => Err(rules::saved_while_paused(&self.spec)),
+            false => Ok(()),
         }
     }
 

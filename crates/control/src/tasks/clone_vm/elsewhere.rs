@@ -112,13 +112,13 @@ fn of(run: &Run<'_>) -> Result<Elsewhere, StepError> {
 fn how(run: &Run<'_>) -> Result<String, StepError> {
     let sent = of(run)?.sent.ok_or_else(|| internal("the task sends no disks"))?;
     let encrypted = if sent.encrypted { "encrypted" } else { "not encrypted" };
-    let runs = match &run.task.operation {
+    let taken = match &run.task.operation {
         Operation::CreateVm { copies: Some(copies), .. } if copies.temporary.is_some() => {
-            super::of_running(run)
+            super::of_taken(run)
         }
         _ => "",
     };
-    Ok(format!("{runs}, sent from the host that made it, {encrypted}"))
+    Ok(format!("{taken}, sent from the host that made it, {encrypted}"))
 }
 
 /// Has the host that made the clone forget it, and then records the other one.

@@ -1,5 +1,5 @@
-//! VMs that are cloned: one that is off, one that runs, each also to another datastore and for another host, and as a clone that is linked to
-//! a snapshot.
+//! VMs that are cloned: one that is off, one that runs, each also to another datastore and for another host, one that is suspended, and as a
+//! clone that is linked to a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,6 +31,8 @@ pub(super) enum Cloned {
     Off,
     /// A VM that runs: a snapshot is taken, and dropped.
     Running,
+    /// A VM that is suspended: a snapshot is taken, and dropped.
+    Suspended,
     /// A VM that is off, to another datastore.
     OffElsewhere,
     /// A VM that runs, to another datastore.
@@ -52,7 +54,7 @@ async fn origin(fixture: &Fixture) -> Vm {
     vms::find(&mut read, "origin").await.unwrap().unwrap()
 }
 
-/// The row of the snapshot that is taken of a VM that runs.
+/// The row of the snapshot that is taken of a VM that is not off.
 fn kept(of: &Vm, known: &[disks::Disk]) -> snapshots::Snapshot {
     let id = SnapshotId::new();
     snapshots::Snapshot {
@@ -76,6 +78,10 @@ impl Cloned {
             self,
             Self::Running | Self::RunningElsewhere | Self::RunningHandedOver | Self::RunningSent
         )
+    }
+
+    fn takes_snapshot(self) -> bool {
+        self.runs() || self == Self::Suspended
     }
 
     fn is_sent(self) -> bool {
@@ -115,17 +121,21 @@ impl Cloned {
                 fixture.share_datastore(other, OTHER_HOST).await;
             }
         }
-        let origin = match self.runs() {
+        let origin = match self.takes_snapshot() {
             true => fixture.running("origin").await,
             false => fixture.made("origin", "encrypted").await,
         };
+        if self == Self::Suspended {
+            fixture.done(Operation::SuspendVm { vm: origin }, "origin").await;
+        }
         if self == Self::Linked {
             taken(fixture, origin, "base").await;
         }
     }
 
     fn temporary(self) -> Option<Temporary> {
-        self.runs().then_some(Temporary { quiesce: true })
+        let suspended = self == Self::Suspended;
+        self.takes_snapshot().then_some(Temporary { quiesce: true, suspended })
     }
 
     /// Begins to clone the VM `origin`, as a linked one of its last snapshot: the rows of the clone are there.
@@ -144,6 +154,7 @@ impl Cloned {
         let base = match self {
             Self::Off | Self::OffElsewhere | Self::OffHandedOver | Self::OffSent => None,
             Self::Running
+            | Self::Suspended
             | Self::RunningElsewhere
             | Self::RunningHandedOver
             | Self::RunningSent => {
@@ -182,7 +193,7 @@ impl Cloned {
 
     pub(super) fn steps(self) -> &'static [&'static dyn Step] {
         let (disks, linked) = (BTreeMap::new(), BTreeSet::new());
-        let snapshot = (self.runs() || self == Self::Linked).then(SnapshotId::new);
+        let snapshot = (self.takes_snapshot() || self == Self::Linked).then(SnapshotId::new);
         let temporary = self.temporary();
         let elsewhere = self.elsewhere_on(HostId::new(), HostId::new(), DatastoreId::new());
         let vm = VmId::new();
@@ -198,7 +209,11 @@ impl Cloned {
     /// The VM that is cloned is as before, and no snapshot is left that was not there.
     async fn assert_origin(self, fixture: &Fixture, what: &str) {
         let origin = origin(fixture).await;
-        let power = if self.runs() { Power::Running } else { Power::Off };
+        let power = match self {
+            Self::Suspended => Power::Suspended,
+            _ if self.runs() => Power::Running,
+            _ => Power::Off,
+        };
         fixture.assert_whole(origin.id, power, what).await;
         assert_on(fixture, origin.id, "local", what).await;
         let expected = usize::from(self == Self::Linked);
@@ -280,7 +295,7 @@ impl Cloned {
         if problem.detail.contains("from the host that made it failed") {
             assert!(self.is_sent(), "{what}: {problem}");
             says.extend(["vmseal vm delete web", "vmseal datastore scan"]);
-            says.extend(self.runs().then_some("which it was copied from, is left"));
+            says.extend(self.takes_snapshot().then_some("which it was copied from, is left"));
         } else if problem.detail.contains("could not be undone any more") {
             says.push("vmseal vm delete web");
             assert!(self.is_sent(), "{what}: {problem}");
@@ -342,8 +357,9 @@ async fn assert_linked(fixture: &Fixture, vm: VmId, what: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_vm_that_is_off_or_runs_is_cloned_or_nothing_of_the_clone_is_left() {
-    one_of(&[Cloned::Off, Cloned::Running, Cloned::Linked], Kind::Clone).await;
+async fn a_vm_that_is_off_runs_or_is_suspended_is_cloned_or_nothing_of_the_clone_is_left() {
+    let those = [Cloned::Off, Cloned::Running, Cloned::Suspended, Cloned::Linked];
+    one_of(&those, Kind::Clone).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

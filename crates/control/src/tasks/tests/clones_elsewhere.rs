@@ -1,7 +1,9 @@
-//! What is asked for of clones on another datastore: all that the clone has is there, and what may not be there is refused.
+//! What is asked for of clones on another datastore: all that the clone has is there, and what may not be there is refused. And of clones of VMs
+//! that are suspended.
 
 use vmseal_api::datastore::Messenger;
 use vmseal_api::hardware::Firmware;
+use vmseal_api::host::version::SUSPENDED_SNAPSHOTS;
 use vmseal_api::host::{Allocation, DiskRole};
 use vmseal_api::model::{Replication, Task as Shown};
 use vmseal_api::redundancy::{Layout, Redundancy};
@@ -12,7 +14,7 @@ use super::mirror::second;
 use super::*;
 use crate::services::{Caller, Outcome, Services, clone_vm, create_vm, set_policy};
 use crate::store::disks::Disk;
-use crate::store::policies;
+use crate::store::{policies, vms};
 
 struct Bench {
     fixture: Fixture,
@@ -242,24 +244,55 @@ async fn a_dry_run_looks_at_the_datastore_that_is_named() {
     }
 }
 
-/// What a suspended VM's disks hold is cloned from a snapshot, which the refusal of a clone without one names.
+/// What a suspended VM's disks hold is cloned without its memory: the clone boots, and the VM stays suspended and goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_suspended_vm_is_cloned_from_a_snapshot() {
+async fn a_suspended_vm_is_cloned_without_its_memory_and_goes_on() {
+    let bench = Bench::new().await;
+    let fixture = &bench.fixture;
+    let vm = fixture.running("web").await;
+    fixture.done(Operation::SuspendVm { vm }, "web").await;
+    let generation = fixture.agent.memory_generation(vm);
+    let beside = |name: &str, snapshot: Option<&str>| CloneVm {
+        datastore: None,
+        snapshot: snapshot.map(str::to_owned),
+        ..to("", name)
+    };
+    let (_, warnings) = bench.planned(beside("copy", None)).await;
+    let says = ["VM 'web' is suspended", "as after a power cut"];
+    let told = warnings.iter().any(|it| says.iter().all(|said| it.contains(said)));
+    assert!(told, "{warnings:?}");
+    assert_eq!(places(&bench.cloned(beside("copy", None)).await), ["local"; 2]);
+    let told = fixture.events("vm.created").await.pop().unwrap();
+    let says = "of a VM that was suspended, as after a power cut";
+    assert!(told.detail.contains(says), "{told:?}");
+    assert_eq!(places(&bench.cloned(to("second", "there")).await), ["second"; 2]);
+    assert!(super::snapshots::rows(fixture, vm).await.is_empty(), "its row is left");
+    assert!(super::snapshots::on_host(fixture, vm).await.is_empty(), "a snapshot is left");
+    super::snapshots::taken(fixture, vm, "asleep").await;
+    for (name, linked) in [("kept", false), ("linked", true)] {
+        let request = CloneVm { linked, ..beside(name, Some("asleep")) };
+        assert_eq!(places(&bench.cloned(request).await), ["local"; 2], "{name}");
+    }
+
+    fixture.assert_whole(vm, Power::Suspended, "it is cloned").await;
+    assert_eq!(fixture.agent.memory_generation(vm), generation, "its memory is another one");
+    let copy = vms::find(&mut fixture.store.read().await.unwrap(), "copy").await;
+    let copy = copy.unwrap().unwrap().id;
+    for (vm, name) in [(copy, "copy"), (vm, "web")] {
+        fixture.done(Operation::StartVm { vm, boot_once: None }, name).await;
+        fixture.assert_whole(vm, Power::Running, name).await;
+    }
+}
+
+/// An agent of before would refuse it when the task runs.
+#[tokio::test]
+async fn an_agent_of_before_does_not_clone_a_suspended_vm() {
     let bench = Bench::new().await;
     let vm = bench.fixture.running("web").await;
     bench.fixture.done(Operation::SuspendVm { vm }, "web").await;
-    let beside = |snapshot: Option<&str>| CloneVm {
-        datastore: None,
-        snapshot: snapshot.map(str::to_owned),
-        ..to("", "copy")
-    };
-    let refused = bench.ask(beside(None), true).await.unwrap_err();
-    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
-    for said in ["vmseal snapshot create web NAME", "--snapshot NAME", "vmseal vm resume web"] {
-        assert!(refused.detail.contains(said), "{refused}");
-    }
-    super::snapshots::taken(&bench.fixture, vm, "asleep").await;
-    assert_eq!(places(&bench.cloned(beside(Some("asleep"))).await), ["local"; 2]);
-    let seen = bench.fixture.hosts.view(bench.fixture.host);
-    assert_eq!(seen.vm(vm).map(|seen| seen.power), Some(Power::Suspended));
+    bench.fixture.restart_agent_without(&[SUSPENDED_SNAPSHOTS]).await;
+    let request = CloneVm { datastore: None, ..to("", "copy") };
+    let refused = bench.ask(request, true).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+    assert!(refused.detail.contains("cannot clone VMs that are suspended"), "{refused}");
 }

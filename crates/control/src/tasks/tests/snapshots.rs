@@ -1,14 +1,15 @@
 //! Snapshots that are taken, reverted to and deleted.
 
 use jiff::Timestamp;
-use vmseal_api::host::Exposing;
+use vmseal_api::host::version::PAUSED_SNAPSHOTS;
+use vmseal_api::host::{Exposing, GuestControl};
 use vmseal_api::id::SnapshotId;
 use vmseal_api::model::{self, SnapshotState};
 use vmseal_api::request::{ExportDisk, RevertSnapshot, TakeSnapshot};
 use vmseal_secret::sealed_box::Recipient;
 
 use super::*;
-use crate::services::{Caller, Outcome, disks, snapshots as service};
+use crate::services::{Caller, Outcome, disks, guests, snapshots as service};
 use crate::store::{memory_generations, snapshots};
 
 /// What is done with a snapshot.
@@ -368,6 +369,48 @@ async fn the_memory_of_a_suspended_vm_is_lost_on_an_operators_word_alone() {
     is_done(revert("asleep", true, true, false).await.unwrap()).await;
     fixture.assert_whole(vm, Power::Running, "it goes on").await;
     assert_eq!(fixture.events("vm.memory-discarded").await.len(), 3);
+}
+
+/// It stays paused when it is kept, and is paused again when it goes on from that. Its host saves it once before it has run.
+#[tokio::test]
+async fn a_paused_vm_is_kept_with_its_memory_and_is_paused_again_after_a_revert() {
+    let fixture = Fixture::new().await;
+    let vm = fixture.running("web").await;
+    let (services, me) =
+        (fixture.services(Recipient::generate().unwrap()), Caller::administrator("me"));
+    let control = |what| guests::control(&services, &me, "web", what, false);
+    control(GuestControl::Pause).await.unwrap();
+    let take = |name: &str, dry_run| {
+        let name = Some(name.to_owned());
+        let request = TakeSnapshot { name, memory: true, ..TakeSnapshot::default() };
+        service::take(&services, &me, "web", request, dry_run)
+    };
+    let begun = async |name: &str| {
+        let Ok(Outcome::Done(task)) = take(name, false).await else { panic!("nothing was begun") };
+        fixture.ended(task.id).await
+    };
+    let planned = take("still", true).await;
+    assert!(matches!(planned, Ok(Outcome::Planned(_))), "{planned:?}");
+    let taken = begun("still").await;
+    assert_eq!(taken.state, TaskState::Done, "{:?}", taken.problem);
+    fixture.assert_whole(vm, Power::Paused, "kept").await;
+    let refused = begun("again").await;
+    assert_eq!(refused.state, TaskState::Failed);
+    let problem = refused.problem.unwrap();
+    assert!(problem.detail.contains("vmseal vm unpause web"), "{problem}");
+    assert_eq!(names(&fixture, vm).await.0, ["still"]);
+    assert_eq!(on_host(&fixture, vm).await.len(), 1);
+    fixture.assert_whole(vm, Power::Paused, "not kept again").await;
+    control(GuestControl::Unpause).await.unwrap();
+
+    let snapshot = rows(&fixture, vm).await[0].id;
+    let revert = Operation::RevertSnapshot { vm, snapshot, running: true, discard_memory: false };
+    fixture.done(revert, "web").await;
+    fixture.assert_whole(vm, Power::Paused, "reverted").await;
+    fixture.restart_agent_without(&[PAUSED_SNAPSHOTS]).await;
+    let refused = take("other", true).await.unwrap_err();
+    assert_eq!(refused.code, ErrorCode::Unsupported, "{refused}");
+    assert!(refused.detail.contains("with memory of VMs that are paused"), "{refused}");
 }
 
 /// What is linked to the second snapshot stands on what the first one keeps, too, as only the host knows.
