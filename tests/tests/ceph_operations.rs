@@ -212,7 +212,7 @@ fn is_scanned(bench: &CephInstallation) {
     std::fs::rename(&file, &away).unwrap();
     let told = scanned(bench, "ceph");
     let is_missing = |(status, disk, _): &(String, Value, String)| {
-        status == "missing" && *disk == Value::from("disk0")
+        status == "missing" && disk.as_str() == Some("disk0")
     };
     assert!(told.iter().any(is_missing), "{told:?}");
     std::fs::rename(&away, &file).unwrap();

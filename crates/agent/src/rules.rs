@@ -195,7 +195,7 @@ pub fn has_no_memory(spec: &VmSpec) -> Problem {
 #[must_use]
 pub fn saved_while_paused(spec: &VmSpec) -> Problem {
     let what = format!(
-        "is paused, and its memory has been saved or sent since, as for a snapshot: QEMU does either again only when its guest has run. Unpause it (vmseal vm unpause {}), pause it again if it is to be so, and try again",
+        "is paused, and QEMU has saved or sent its memory since, or has tried to. It can do that only once until the guest has run. Unpause it (vmseal vm unpause {}), pause it again if you want, and try again",
         spec.name
     );
     wrong_state(spec, &what)

@@ -260,7 +260,7 @@ pub struct CreateVm {
     /// Whether it is started after its host has rebooted, once its key is there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub autostart: bool,
-    /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
+    /// Whether its memory and disks are encrypted while it migrates to another host. Those of a VM with a key always are.
     #[serde(default, skip_serializing_if = "MigrationEncryption::is_usual")]
     pub migration_encryption: MigrationEncryption,
     /// The network cards, in the order in which the guest finds them; none where nothing is said.
@@ -323,7 +323,7 @@ pub struct SetVm {
     /// Whether it is started after its host has rebooted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub autostart: Option<bool>,
-    /// Whether what it is sent with to another host is encrypted; that of a VM with a key always is.
+    /// Whether its memory and disks are encrypted while it migrates to another host. Those of a VM with a key always are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration_encryption: Option<MigrationEncryption>,
     /// What happens to it while it runs when its host is emptied.

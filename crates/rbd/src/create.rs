@@ -85,7 +85,8 @@ pub enum CreateError {
 /// Makes the pools that are not there.
 ///
 /// # Errors
-/// [`CreateError`]. What was made before it stays; asked again, the rest is made.
+/// [`CreateError`]. What was made before it stays. A pool whose settings were refused is not completed when asked again: it must be removed
+/// first.
 pub fn create(
     cluster: &Cluster,
     pool: &str,

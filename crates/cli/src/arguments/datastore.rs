@@ -86,7 +86,7 @@ impl PoolOptions {
         };
         let path = path.unwrap_or_else(|| Path::new(MOUNTS).join(name));
         let Self { user, data_pool, messenger, create, data_chunks, compression, .. } = self;
-        // What else pools for a policy are like, the server knows.
+        // With --create-for-policy the server fills in the rest from the policy.
         let made = create.or(compression.map(|_| NewPools::default()));
         let create = made.map(|made| NewPools { data_chunks, compression, ..made });
         let pool = RbdPool {

@@ -5,8 +5,8 @@ use clap::{Args, ValueEnum};
 /// What is said of that for a new VM.
 #[derive(Args)]
 pub struct EncryptionOfMigrations {
-    /// Whether what it is sent with to another host is encrypted; that of an encrypted VM always is. `opportunistic` is where both
-    /// hosts can [default: opportunistic]
+    /// Whether its memory and disks are encrypted while it migrates to another host. Those of an encrypted VM always are.
+    /// `opportunistic`: encrypted if both hosts support it [default: opportunistic]
     #[arg(long, value_enum, value_name = "MODE")]
     pub migration_encryption: Option<MigrationEncryption>,
 }

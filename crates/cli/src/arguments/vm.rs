@@ -517,8 +517,8 @@ pub struct SetVm {
     /// Start it after its host has rebooted, once its key is there
     #[arg(long, value_enum, value_name = "on|off", group = "change")]
     pub autostart: Option<OnOff>,
-    /// Whether what it is sent with to another host is encrypted; that of an encrypted VM always is. `opportunistic` is where both
-    /// hosts can
+    /// Whether its memory and disks are encrypted while it migrates to another host. Those of an encrypted VM always are.
+    /// `opportunistic`: encrypted if both hosts support it
     #[arg(long, value_enum, value_name = "MODE", group = "change")]
     pub migration_encryption: Option<MigrationEncryption>,
     /// What happens to it while it runs when its host is emptied (`vmseal host drain`): it moves to another host, its guest is shut

@@ -2,6 +2,7 @@
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
+use vmseal_api::compression::Compression;
 use vmseal_api::datastore::{RbdPool, SetDatastore};
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::{Datastore, Policy};
@@ -127,13 +128,32 @@ async fn add(
             say(format!("warning: {what}"));
         }
     }
+    let asked = request.location.pool().and_then(|pool| pool.create?.compression);
+    if let Some(what) = asked.and_then(|asked| otherwise_compressed(&datastore, asked)) {
+        say(format!("warning: {what}"));
+    }
     print::one(output, &datastore, &[])
+}
+
+/// That the pool of data was there already, with another compression than the one that was asked for.
+fn otherwise_compressed(datastore: &Datastore, asked: Compression) -> Option<String> {
+    let data = datastore.pools.last()?;
+    let has = data.compression.as_deref().unwrap_or(Compression::None.name());
+    let pool = &data.pool;
+    (has != asked.name())
+        .then(|| format!("pool '{pool}' was there already and keeps its compression ({has})"))
 }
 
 /// What a datastore lacks of what the policy requires that its pools were to be made for: pools that were there stay as they are.
 fn lacking(datastore: &Datastore, policy: &Policy) -> Option<String> {
-    let why = policy.redundancy.lacking(&datastore.pools)?;
-    let (datastore, policy) = (&datastore.name, &policy.name);
+    let (pools, datastore, policy, redundancy) =
+        (&datastore.pools, &datastore.name, &policy.name, policy.redundancy);
+    if pools.is_empty() {
+        return Some(format!(
+            "it is not known yet whether datastore '{datastore}' is as policy '{policy}' requires: its cluster has not described its pools. See vmseal datastore show {datastore}"
+        ));
+    }
+    let why = redundancy.lacking(pools)?;
     Some(format!(
         "datastore '{datastore}' is not as policy '{policy}' requires: {why}. Pools that were there already stay as they are"
     ))
@@ -206,5 +226,13 @@ mod tests {
         let told = lacking(&datastore, &policy(2)).unwrap();
         let begins = "datastore 'ceph' is not as policy 'gold' requires: pool 'vms' has";
         assert!(told.starts_with(begins), "{told}");
+        let unknown = Datastore { pools: Vec::new(), ..datastore.clone() };
+        let told = lacking(&unknown, &policy(2)).unwrap();
+        assert!(told.contains("not known yet") && told.contains("datastore show ceph"), "{told}");
+
+        let told = otherwise_compressed(&datastore, Compression::Force).unwrap();
+        assert!(told.contains("pool 'vms'") && told.contains("(none)"), "{told}");
+        assert_eq!(otherwise_compressed(&datastore, Compression::None), None);
+        assert_eq!(otherwise_compressed(&unknown, Compression::Force), None);
     }
 }

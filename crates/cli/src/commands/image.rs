@@ -108,22 +108,23 @@ fn directory() -> anyhow::Result<PathBuf> {
 }
 
 fn make(image: &Path) -> anyhow::Result<()> {
-    run_builder(&[OsStr::new("--to"), image.as_os_str()])
+    let arguments = [OsStr::new("--to"), image.as_os_str()];
+    run_builder(&arguments, "the image was not built; the reason is above")
 }
 
 /// Refuses what a build refuses before it begins, in the same words: packages are missing.
 pub(super) fn require_packages() -> anyhow::Result<()> {
-    run_builder(&[OsStr::new(CHECK)])
+    run_builder(&[OsStr::new(CHECK)], "the image could not be built; the reason is above")
 }
 
-fn run_builder(arguments: &[&OsStr]) -> anyhow::Result<()> {
+fn run_builder(arguments: &[&OsStr], failed: &str) -> anyhow::Result<()> {
     let program = builder().map_err(|error| anyhow::anyhow!("{error:#}: {INSTALL}"))?;
     // What it says is for people; its result is this program's.
     let mut builder = Command::new(&program);
     builder.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
     let ended = builder.status().with_context(|| format!("cannot run {}", program.display()))?;
     if !ended.success() {
-        return Err(Ended::new(Exit::Failed, "the image was not built; the reason is above").into());
+        return Err(Ended::new(Exit::Failed, failed).into());
     }
     Ok(())
 }
@@ -139,7 +140,7 @@ pub(super) fn missing_packages() -> anyhow::Result<Vec<String>> {
         asked.status.success() == missing.is_empty(),
         "{} {CHECK} failed: {}",
         program.display(),
-        String::from_utf8_lossy(&asked.stderr).trim()
+        String::from_utf8_lossy(&asked.stderr).lines().next().unwrap_or_default()
     );
     Ok(missing)
 }

@@ -53,7 +53,7 @@ pub struct SentDisks {
 pub struct Temporary {
     /// Whether the guest's file systems are frozen for its instant.
     pub quiesce: bool,
-    /// Whether the VM is suspended.
+    /// Whether the VM was suspended when the clone was asked for; it can have gone on before the snapshot is taken.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub suspended: bool,
 }

@@ -21,10 +21,10 @@ pub(super) async fn resolve(
     let Some(name) = request.create_for_policy.clone() else { return Ok(request) };
     let refused = |what: &str| Problem::invalid("create_for_policy", what);
     let DatastoreLocation::Rbd { pool, .. } = &mut request.location else {
-        return Err(refused("is of pools of Ceph: a directory has none that could be made"));
+        return Err(refused("is only for pools of Ceph: a directory has no pools"));
     };
     if pool.create.is_some_and(|create| !create.redundancy().is_nothing()) {
-        let what = "says what the pools survive, and so do the numbers of location.pool.create: give one of the two";
+        let what = "cannot be given together with the numbers of location.pool.create: the policy has them. Give one of the two";
         return Err(refused(what));
     }
     let policy = policies::find(&mut *services.store.read().await?, &name).await?;
@@ -45,7 +45,7 @@ fn require_failures(policy: &Policy) -> Result<(), Problem> {
     let refused = |what: String| Problem::invalid("create_for_policy", what);
     if redundancy.failures == 0 {
         return Err(refused(format!(
-            "policy '{name}' does not name the failures that disks survive, and pools are made by that. Have it name them (vmseal policy set {name} --failures-to-tolerate NUMBER), or give the number for the pools alone (--create NUMBER)"
+            "policy '{name}' does not name the failures that disks survive, which decide how many copies or chunks a pool has. Set them (vmseal policy set {name} --failures-to-tolerate NUMBER), or give the number for these pools alone (--create NUMBER)"
         )));
     }
     NewPools::from(*redundancy).check().map_err(|(_, what)| {

@@ -30,10 +30,10 @@ use crate::tasks::snapshots::check_droppable;
 /// What an agent of an earlier version cannot do.
 pub(super) const OF_REPLICATED: &str = "take snapshots of disks that have replicas";
 
-/// The same.
+/// What agents without [`SUSPENDED_SNAPSHOTS`] cannot do.
 const OF_SUSPENDED: &str = "take snapshots of VMs that are suspended, or revert these";
 
-/// The same.
+/// What agents without [`PAUSED_SNAPSHOTS`] cannot do.
 const OF_PAUSED: &str = "take snapshots with memory of VMs that are paused";
 
 fn shown(vm: &Vm, disks: &[Disk], all: &[Snapshot], snapshot: &Snapshot) -> model::Snapshot {

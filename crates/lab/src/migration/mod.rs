@@ -540,7 +540,8 @@ mod tests {
         fn served(cell: &mut Cell) -> &mut Served {
             cell.served.as_mut().unwrap()
         }
-        let changes: [(&str, &str, fn(&mut Cell)); 12] = [
+        type Change = fn(&mut Cell);
+        let changes: [(&str, &str, Change); 12] = [
             ("migration-throughput", "the guest stands still longer", |it| it.gap += 6e7),
             ("migration-bandwidth", "below the line", |it| it.throughput = 4.8e8),
             ("migration-bandwidth", "a core more", |it| it.source_cpu_per_gib = Some(1e9)),

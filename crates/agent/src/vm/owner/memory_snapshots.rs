@@ -8,7 +8,8 @@
 //!          ─► vm.memory is another name of the snapshot's file: the VM is suspended
 //! ```
 //! At no moment is vm.memory there while the disks hold something else than what its guest knows.
-//! An agent that dies before the notes are written has the guest go on when it starts again, and the job is put again.
+//! An agent that dies before the notes are written has the guest go on when it starts again, and the job is put again. A guest that was paused
+//! stays so: if QEMU had saved it already, the job is refused and the snapshot undone.
 
 use tokio::task::spawn_blocking;
 use vmseal_api::host::{DiskSpec, JobSpec, JobState, KeyState, Power, SnapshotJob};

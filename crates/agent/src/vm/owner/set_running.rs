@@ -100,18 +100,16 @@ impl Owner {
     async fn unpause(&mut self) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
-        let lives = matches!(&running.service, Service::Served(filter) if !filter.has_ended());
         if running.live.queues_known
-            && !lives
+            && !has_filter(running)
             && !plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?
         {
             let what = match running.was_saved_paused().await.map_err(internal)? {
                 false => {
                     "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then"
                 }
-                // Nothing has changed since then.
                 true => {
-                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it, and does not save it a second time. A snapshot with memory that was taken of it while it was paused has all of it: revert to that (vmseal snapshot revert, with --running), and unpause it then"
+                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it and cannot save its memory a second time. If `vmseal snapshot list` shows a complete snapshot with memory that was taken during this pause, nothing is lost: force the VM off, revert to that snapshot (vmseal snapshot revert, with --running), and unpause it. Otherwise its memory is lost: force it off and start it; its disks are as after a power cut"
                 }
             };
             return Err(rules::wrong_state(&spec, what));
@@ -131,12 +129,20 @@ impl Owner {
     async fn reset(&mut self) -> Result<(), Problem> {
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
+        let before = running.live.clone();
         if running.was_saved_paused().await.map_err(internal)? {
+            if !has_filter(running)
+                && !plug::takes_filters_at_any_time(&running.qmp).await.map_err(internal)?
+            {
+                let what = "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one: it cannot be reset. `vmseal vm unpause` says what can be done";
+                return Err(rules::wrong_state(&spec, what));
+            }
             // QEMU must not save it before it has run, and does not say so any more when it has reset it.
             running.live.queues_known = false;
         }
+        running.live.panics.over();
+        write_or(running, &spec, before)?;
         running.goes_on();
-        running.write(&spec)?;
         // QEMU leaves a guest standing still that slept.
         let sleeps =
             !running.live.paused && asleep::is_asleep(&running.qmp).await.map_err(internal)?;
@@ -686,6 +692,11 @@ pub(super) fn write_or(running: &mut Running, spec: &VmSpec, before: Live) -> Re
         // What was written may be there, though it failed.
         let _ = running.write(spec);
     })
+}
+
+/// Whether its filter lives.
+fn has_filter(running: &Running) -> bool {
+    matches!(&running.service, Service::Served(filter) if !filter.has_ended())
 }
 
 pub(super) fn not_there() -> Problem {
