@@ -165,10 +165,10 @@ async fn pools_for_a_policy_are_refused_where_its_disks_would_not_be() {
     refused(for_policy("encrypted", None), named, "--failures-to-tolerate NUMBER").await;
     let numbers = NewPools { failures: 1, ..NewPools::default() };
     let both = compressed(for_policy("encrypted", None), numbers);
-    refused(both, named, "give one of the two").await;
+    refused(both, named, "Give one of the two").await;
     let location = DatastoreLocation::Dir { path: "/more".into() };
     let directory = AddDatastore { location, ..for_policy("encrypted", None) };
-    refused(directory, named, "a directory has none").await;
+    refused(directory, named, "a directory has no pools").await;
 
     let redundancy = failures(1, None);
     ask(&services, SetPolicy { redundancy, ..SetPolicy::default() }).await;
