@@ -112,7 +112,7 @@ fn make(image: &Path) -> anyhow::Result<()> {
     run_builder(&arguments, "the image was not built; the reason is above")
 }
 
-/// Refuses what a build refuses before it begins, in the same words: packages are missing.
+/// Refuses what a build refuses before it begins, and for the same reason: packages are missing.
 pub(super) fn require_packages() -> anyhow::Result<()> {
     run_builder(&[OsStr::new(CHECK)], "the image could not be built; the reason is above")
 }
