@@ -175,7 +175,7 @@ impl Planes {
         Self { planes, to_servers, to_agents }
     }
 
-    /// What is cut while the VM comes from the control plane with this index.
+    /// The connection that is cut while the VM moves away from control plane `from`.
     fn way(&self, between: Between, from: usize) -> &Way {
         match between {
             Between::Servers => &self.to_servers[1 - from],

@@ -282,7 +282,7 @@ mod tests {
         pool: PoolOptions,
     }
 
-    /// What is asked for pools that are made, and the policy that they are made for.
+    /// Parses these options: how the pools are to be made, and for which policy.
     fn parse(line: &str) -> Result<(Option<NewPools>, Option<String>), String> {
         let words = ["add", "--pool", "vms", "--monitors", "m"].into_iter();
         let line = Line::try_parse_from(words.chain(line.split_whitespace()));

@@ -1,8 +1,8 @@
-//! Whether what VMs are sent with to other hosts is encrypted.
+//! Whether memory and disks of VMs are encrypted while they migrate.
 
 use clap::{Args, ValueEnum};
 
-/// What is said of that for a new VM.
+/// The mode of a new VM.
 #[derive(Args)]
 pub struct EncryptionOfMigrations {
     /// Whether its memory and disks are encrypted while it migrates to another host. Those of an encrypted VM always are.
@@ -17,7 +17,7 @@ impl EncryptionOfMigrations {
     }
 }
 
-/// Whether what a VM is sent with to another host is encrypted.
+/// Whether memory and disks of a VM are encrypted while it migrates.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MigrationEncryption {
     Disabled,

@@ -105,7 +105,7 @@ pub async fn run(
     }
 }
 
-/// Adds a datastore, or says what would be done; and what is to be known of pools that are made for it.
+/// Adds a datastore, or plans it, and warns of what its new pools risk or lack.
 async fn add(
     server: &ServerClient,
     output: Output,
@@ -135,7 +135,7 @@ async fn add(
     print::one(output, &datastore, &[])
 }
 
-/// That the pool of data was there already, with another compression than the one that was asked for.
+/// The warning about a pool of data that was there already, with another compression than the one that was asked for.
 fn otherwise_compressed(datastore: &Datastore, asked: Compression) -> Option<String> {
     let data = datastore.pools.last()?;
     let has = data.compression.as_deref().unwrap_or(Compression::None.name());
@@ -144,7 +144,7 @@ fn otherwise_compressed(datastore: &Datastore, asked: Compression) -> Option<Str
         .then(|| format!("pool '{pool}' was there already and keeps its compression ({has})"))
 }
 
-/// What a datastore lacks of what the policy requires that its pools were to be made for: pools that were there stay as they are.
+/// The warning about pools that are not as the policy requires for which they were to be made: pools that were there stay as they are.
 fn lacking(datastore: &Datastore, policy: &Policy) -> Option<String> {
     let (pools, datastore, policy, redundancy) =
         (&datastore.pools, &datastore.name, &policy.name, policy.redundancy);

@@ -11,8 +11,9 @@ use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Power};
 use vmseal_api::id::{DatastoreId, DiskId, DumpId, HostId, ProviderId, TaskId, VmId};
 use vmseal_api::key_fault::KeyFault;
 use vmseal_api::model::{Alarm, Lifecycle, TaskState};
+use vmseal_api::nic::{NicBackend, NicLink, NicModel};
 use vmseal_api::redundancy::PoolFacts;
-use vmseal_api::request::{CreateDisk, CreateVm, MoveVm};
+use vmseal_api::request::{CreateDisk, CreateNic, CreateVm, MoveVm};
 use vmseal_secret::sealed_box::Recipient;
 
 use vmseal_agent::simulated::{Call, Fault, SimulatedHost};
@@ -430,6 +431,13 @@ impl Fixture {
         let (vm, task) = self.create(name, policy).await;
         self.ends_well(task).await;
         vm
+    }
+
+    /// A new card on a bridge of the VM's host.
+    pub fn card(bridge: &str) -> CreateNic {
+        let (model, link) = (NicModel::default(), NicLink::default());
+        let backend = NicBackend::Bridge { bridge: bridge.to_owned() };
+        CreateNic { name: None, mac: None, model, backend, link }
     }
 
     /// A request for a VM as [`Self::made`] makes it.

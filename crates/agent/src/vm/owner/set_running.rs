@@ -109,7 +109,7 @@ impl Owner {
                     "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it. Nothing is lost: suspend it, resume it (vmseal vm suspend, vmseal vm resume), and unpause it then"
                 }
                 true => {
-                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it and cannot save its memory a second time. If `vmseal snapshot list` shows a complete snapshot with memory that was taken during this pause, nothing is lost: force the VM off, revert to that snapshot (vmseal snapshot revert, with --running), and unpause it. Otherwise its memory is lost: force it off and start it; its disks are as after a power cut"
+                    "has lost its filter while it was paused, and its QEMU, older than 9.0, takes no other one for it and cannot save its memory a second time. If `vmseal snapshot list` shows a complete snapshot with memory that was taken during this pause, nothing is lost: revert to that snapshot (vmseal snapshot revert, with --running), and unpause it. Otherwise its memory is lost: force it off and start it; its disks are as after a power cut"
                 }
             };
             return Err(rules::wrong_state(&spec, what));

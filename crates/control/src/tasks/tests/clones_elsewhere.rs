@@ -1,5 +1,5 @@
-//! What is asked for of clones on another datastore: all that the clone has is there, and what may not be there is refused. And of clones of VMs
-//! that are suspended.
+//! Clones on another datastore: all disks of the clone are on that datastore, and a clone that may not be there is refused. Clones of suspended
+//! VMs: they start without the saved memory.
 
 use vmseal_api::datastore::Messenger;
 use vmseal_api::hardware::Firmware;

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use vmseal_api::nic::{NicBackend, NicLink, NicModel};
-use vmseal_api::request::{CreateNic, CreateVm};
+use vmseal_api::request::CreateVm;
 
 use super::*;
 
@@ -61,15 +60,9 @@ impl Bench {
         }
         fixture.agent.set_qemu(QEMU);
         fixture.restart_agent(fixture.host, &fixture.agent).await;
-        let card = CreateNic {
-            name: None,
-            mac: None,
-            model: NicModel::default(),
-            backend: NicBackend::Bridge { bridge: BRIDGE.to_owned() },
-            link: NicLink::default(),
-        };
+        let nics = vec![Fixture::card(BRIDGE)];
         let host = Some("here".to_owned());
-        let request = CreateVm { host, nics: vec![card], ..Fixture::request("web", "encrypted") };
+        let request = CreateVm { host, nics, ..Fixture::request("web", "encrypted") };
         let services = fixture.services(Recipient::generate().unwrap());
         let vm = fixture.requested(&services, request).await;
         fixture.done(Operation::StartVm { vm, boot_once: None }, "web").await;
@@ -111,7 +104,7 @@ impl Bench {
         assert_eq!(said, said_of(lacking));
     }
 
-    /// The VM is where it was, and no other host knows of it.
+    /// Asserts that no task has begun, that the VM stays on its host, and that no other host knows the VM.
     async fn assert_unchanged(&self) {
         assert_eq!(self.tasks().await, self.begun, "something was begun");
         assert_eq!(self.fixture.vm(self.vm).await.unwrap().host, self.fixture.host);

@@ -3,9 +3,8 @@
 use vmseal_agent::simulated::SimulatedHost;
 use vmseal_api::host::{Accelerator, AcceleratorKind};
 use vmseal_api::id::HostId;
-use vmseal_api::nic::{NicBackend, NicLink, NicModel};
 use vmseal_api::processor::Processor;
-use vmseal_api::request::{CreateNic, CreateVm};
+use vmseal_api::request::CreateVm;
 
 use super::*;
 
@@ -69,14 +68,8 @@ async fn add(two: &Two, name: &str) {
 async fn bench() -> (Two, VmId) {
     let two = Two::new().await;
     equip(&two.west, "", two.west.host, &two.west.agent).await;
-    let card = CreateNic {
-        name: None,
-        mac: None,
-        model: NicModel::default(),
-        backend: NicBackend::Bridge { bridge: BRIDGE.to_owned() },
-        link: NicLink::default(),
-    };
-    let request = CreateVm { nics: vec![card], ..Fixture::request(VM, "encrypted") };
+    let nics = vec![Fixture::card(BRIDGE)];
+    let request = CreateVm { nics, ..Fixture::request(VM, "encrypted") };
     let vm = two.west.requested(&two.services(), request).await;
     two.west.done(Operation::StartVm { vm, boot_once: None }, VM).await;
     for (name, ..) in LACKING {
