@@ -146,8 +146,8 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        let _ =
-            Command::new("umount").arg("--lazy").arg(self.path("")).stderr(Stdio::null()).status();
+        // Each process that has served it mounted it again, above the mount of the one before.
+        while umount2(&self.path(""), MntFlags::MNT_DETACH).is_ok() {}
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
