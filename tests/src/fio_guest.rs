@@ -9,6 +9,7 @@ use std::process::Command;
 
 use vmseal_history::load::Flushed;
 
+use crate::eventually;
 use crate::guest::{Console, built};
 use crate::installation::{Installation, text};
 use crate::program;
@@ -18,7 +19,7 @@ use crate::shell_guest::{self, booted, run};
 const FLUSHED: &str = "VMSEAL-DURABLE ";
 
 /// Where its part of the disk `data` begins, in MiB, and fio's ends.
-const HISTORY_AT: u32 = 30;
+pub(crate) const HISTORY_AT: u32 = 30;
 
 /// Both programs and all that they need, as a tar that the guest reads from a disk.
 fn tools(here: &Installation) -> PathBuf {
@@ -96,6 +97,16 @@ pub fn flushed(console: &Console, life: u32) -> Option<String> {
     Some(of_life(&steps))
 }
 
+/// What the program had flushed in this life of the guest by a flush that it began after this was called.
+pub fn next_flushed(console: &mut Console, life: u32) -> Flushed {
+    // What the guest says from here on it says after this.
+    run(console, "echo HEARD-$((6 * 7))", "HEARD-42").unwrap();
+    // The flush that the first line is about may have begun before.
+    console.expect(&format!("{FLUSHED}{life} "), 0).unwrap();
+    let next = eventually("the guest flushes", || flushed(console, life)).unwrap();
+    next.parse().unwrap()
+}
+
 /// fio ends, and found everything that it wrote; so does the program whose history is judged, if it has begun.
 pub fn stop_and_check(console: &mut Console) {
     // A console that is opened again repeats what was said at an earlier check.
@@ -110,7 +121,6 @@ pub fn stop_and_check(console: &mut Console) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::eventually;
 
     #[test]
     fn what_was_flushed_is_that_of_the_last_line_that_is_whole() {

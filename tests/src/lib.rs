@@ -20,6 +20,7 @@
 //! | [`capture`] | what goes over the network of a test |
 //! | [`network`] | networks of a test's own, and the guest that is on them |
 //! | [`fio_guest`] | fio in a guest, which writes and verifies all the time |
+//! | [`one_instant`] | whether copies of the disks of that guest are of one instant |
 //! | [`shell_guest`] | a small Linux guest with a shell on its console, in a VM |
 //! | [`counting_guest`] | the same with a marker on its disk, and numbers that it writes and reads |
 //! | [`cuts`] | connections of a server to agents and other servers, which can be cut |
@@ -62,6 +63,7 @@ pub mod huge_pages;
 pub mod installation;
 pub mod kills;
 pub mod network;
+pub mod one_instant;
 pub mod postgres_guest;
 pub mod process;
 pub mod redis;

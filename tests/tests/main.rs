@@ -76,6 +76,7 @@ mod mixed_disks;
 mod moves;
 mod network;
 mod network_changes;
+mod one_instant;
 mod panics;
 mod prometheus;
 mod prove;

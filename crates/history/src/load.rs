@@ -156,6 +156,28 @@ fn judge(flushed: &Flushed, unit: u64, found: Found, last: u64) -> Option<Wrong>
     (!is_made).then_some(Wrong::Invented)
 }
 
+/// What is wrong with a copy of the disk as it was at one instant, after the program had said `before` and before it said `after`. A writer
+/// begins a write when the one before is answered: where the copy holds one, all that its writer made before are there, as after a flush.
+#[must_use]
+pub fn in_a_copy(before: &Flushed, after: &Flushed, found: &[Found]) -> Vec<Finding> {
+    let mut answered = before.clone();
+    let mut wrong = Vec::new();
+    for (unit, found) in (0..).zip(found) {
+        let Found::Write(sequence) = *found else { continue };
+        let Stroke { generation, writer, step } = Stroke::of(sequence);
+        if generation != before.generation || writer >= WRITERS {
+            continue;
+        }
+        if step > after.steps[writer] + 1 {
+            wrong.push(Finding { wrong: Wrong::Invented, unit, found: *found, at: 0 });
+        } else {
+            answered.steps[writer] = answered.steps[writer].max(step.saturating_sub(1));
+        }
+    }
+    wrong.extend(after_a_cut(&answered, found));
+    wrong
+}
+
 /// What is neither zeroes nor a whole unit of this place, where it is not known what was flushed.
 #[must_use]
 pub fn garbled(found: &[Found]) -> Vec<Finding> {
@@ -233,5 +255,35 @@ mod tests {
         let expected = [Wrong::Torn, Wrong::Unflushed, Wrong::Invented];
         assert_eq!(wrong(&flushed, &found), expected);
         assert_eq!(garbled(&found).len(), 1);
+    }
+
+    #[test]
+    fn a_copy_holds_what_was_there_at_one_instant_between_two_that_are_known() {
+        let [before, after] =
+            [[40, 0, 700], [400, 9, 720]].map(|steps| Flushed { generation: 1, steps });
+        let wrong = |found: &[Found]| {
+            let findings = in_a_copy(&before, &after, found).into_iter();
+            let mut wrong: Vec<_> = findings.map(|finding| finding.wrong).collect();
+            wrong.dedup();
+            wrong
+        };
+        for steps in [[40, 0, 700], [100, 3, 710], [401, 10, 721]] {
+            assert_eq!(wrong(&content(1, steps)), [], "{steps:?}");
+        }
+        // A write that was in flight is done in part.
+        let mut found = content(1, [100, 3, 710]);
+        let begun = Stroke { generation: 1, writer: 0, step: 101 };
+        found[begun.units().start as usize] = Found::Write(begun.sequence());
+        assert_eq!(wrong(&found), []);
+        assert_eq!(wrong(&content(1, [39, 0, 700])), [Wrong::Unflushed]);
+        assert_eq!(wrong(&content(1, [402, 0, 700])), [Wrong::Invented]);
+        // Each half is right, and they are of two instants.
+        let [early, late] = [[100, 3, 710], [390, 3, 710]].map(|steps| content(1, steps));
+        assert!(wrong(&early).is_empty() && wrong(&late).is_empty());
+        let middle = UNITS_EACH as usize / 2;
+        for [first, rest] in [[&early, &late], [&late, &early]] {
+            let found = [&first[..middle], &rest[middle..]].concat();
+            assert_eq!(wrong(&found), [Wrong::Unflushed]);
+        }
     }
 }
