@@ -22,6 +22,7 @@ use vmseal_tests::scan::contains;
 use vmseal_tests::shell_guest::{booted, image};
 
 use crate::ceph_failures::guests_go_on;
+use crate::ceph_new_pools::{half_made_pools, pools_for_policy};
 
 const VM: &str = "web";
 
@@ -141,6 +142,7 @@ fn a_vm_on_ceph_is_ciphertext_and_outlives_what_serves_it() {
     redundancy(&bench);
     failure_domain(&bench);
     pools_for_policy(&bench);
+    half_made_pools(&bench);
     guests_go_on(&bench, &[&["osd.0"], &["osd.1"], &["osd.2"]]);
     keys(&bench);
     key_from_keyring(&bench);
@@ -328,63 +330,6 @@ fn failure_domain(bench: &CephInstallation) {
     here.wait_no_alarm("apart", "less-redundant").unwrap();
     here.vmseal(&["vm", "delete", "apart"]).unwrap();
     bench.is_empty();
-}
-
-/// A policy that is named in place of numbers says how pools are made. How they are compressed is asked for beside it.
-fn pools_for_policy(bench: &CephInstallation) {
-    let here = &bench.here;
-    let administrator = bench.cluster.directory().join("keys/client.admin.keyring");
-    let monitors = bench.cluster.monitors();
-    let add = |name: &str, pool: &str, more: &[&str]| {
-        let place = here.path(name);
-        let mut add = vec!["datastore", "add", name, "--host", "here", "--pool", pool];
-        add.extend(["--monitors", &monitors, "--messenger", "crc", "--user", "client.admin"]);
-        add.extend(["--key-file", text(&administrator).unwrap(), "--path", text(&place).unwrap()]);
-        add.extend(["--create-for-policy", "silver"]);
-        add.extend_from_slice(more);
-        here.try_vmseal(&add).unwrap()
-    };
-    let asks = ["--plain", "--failures-to-tolerate", "2,mirroring", "--failure-domain", "host"];
-    here.vmseal(&[&["policy", "create", "silver"], &asks[..]].concat()).unwrap();
-    let compressed = ["--compression", "aggressive"];
-    let refused = said(&add("silver", "silver", &compressed));
-    assert!(refused.contains("3 hosts, and the cluster has 1"), "{refused}");
-    here.vmseal(&["policy", "set", "silver", "--failure-domain", "osd"]).unwrap();
-    let refused = said(&add("silver", "silver", &["--data-pool", "silver-data"]));
-    assert!(refused.contains("--data-pool: must not be given"), "{refused}");
-
-    let planned = add("silver", "silver", &[&compressed[..], &["--dry-run"]].concat());
-    let steps = String::from_utf8_lossy(&planned.stdout);
-    let made = "make the pool 'silver' for policy 'silver' (2 failures, mirroring, each copy in another osd; compression aggressive)";
-    assert!(steps.contains(made), "{steps}");
-    let added = add("silver", "silver", &compressed);
-    assert!(added.status.success(), "{}", said(&added));
-    for output in [&planned, &added] {
-        let told = said(output);
-        assert!(told.contains("saves no room for encrypted disks"), "{told}");
-        assert!(!told.contains("is not as policy"), "{told}");
-    }
-    let shown = here.vmseal(&["datastore", "show", "silver"]).unwrap();
-    let copies = "silver: mirroring, 3 copies: outlives 2 failed osds, guests go on with 2, and";
-    assert!(shown.contains(copies) && shown.contains("compression aggressive, which"), "{shown}");
-    let told = bench.cluster.ask(&["osd", "pool", "get", "silver", "compression_mode"]);
-    assert_eq!(told["compression_mode"], "aggressive", "{told}");
-    let disk = "datastore=silver,size=16MiB";
-    here.vmseal(&["vm", "create", "silver", "--policy", "silver", "--disk", disk]).unwrap();
-    assert_eq!(here.vm("silver").unwrap()["compliance"], json!({ "compliant": true }));
-    here.vmseal(&["vm", "delete", "silver"]).unwrap();
-
-    // A pool that is there stays as it is, and what it lacks is said.
-    let made = bench.cluster.rbd(&["namespace", "create", "vmseal/bronze"]);
-    assert!(made.status.success(), "{}", said(&made));
-    let added = add("bronze", "vmseal/bronze", &compressed);
-    assert!(added.status.success(), "{}", said(&added));
-    let lacks =
-        "'bronze' is not as policy 'silver' requires: pool 'vmseal' has mirroring, 3 copies";
-    assert!(said(&added).contains(lacks), "{}", said(&added));
-    let shown = here.vmseal(&["datastore", "show", "bronze"]).unwrap();
-    assert!(shown.contains("vmseal: mirroring") && !shown.contains("compression"), "{shown}");
-    here.vmseal(&["datastore", "remove", "bronze"]).unwrap();
 }
 
 /// A keyring of a user of the cluster, who is made if he is not there.

@@ -20,6 +20,7 @@ mod ceph_files;
 mod ceph_machines;
 mod ceph_migration;
 mod ceph_migration_copies;
+mod ceph_new_pools;
 mod ceph_operations;
 mod ceph_postgres;
 mod ceph_stall;

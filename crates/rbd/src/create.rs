@@ -6,6 +6,17 @@
 //! ```
 //! Each goes on with what is left after that many failures, as it was asked to (`min_size`). Copies and chunks are kept apart on what the
 //! cluster's usual rule says, or what was asked for. OSDs compress the pool of data, if that was asked for. What is there stays as it is.
+//!
+//! A monitor makes a pool by one command, and sets it up by others. Until a pool has what was asked for, it has a name that only vmseal
+//! gives:
+//! ```text
+//!  nothing ──osd pool create──> NAME.vmseal-unfinished ──set, application enable, rename──> NAME
+//!                                   │             ^
+//!                                   │             └──the same request──┐
+//!                                   └──a step refused, process dead────┘
+//! ```
+
+mod unfinished;
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,6 +25,7 @@ use serde_json::{Value, json};
 use vmseal_api::new_pools::NewPools;
 use vmseal_api::redundancy::Layout;
 
+use self::unfinished::{COMPRESSION, State, Wanted};
 use crate::cluster::Cluster;
 use crate::pools::failure_domain;
 
@@ -27,6 +39,30 @@ const DATA_CHUNKS_BESIDE_MORE: u32 = 4;
 
 /// The rule that replicated pools have unless told otherwise.
 const USUAL_RULE: u64 = 0;
+
+/// Without it, only whole objects of an erasure-coded pool can be written.
+const OVERWRITES: &str = "allow_ec_overwrites";
+
+/// Asks a monitor: the command, and its answer.
+type Ask<'a> = dyn Fn(&Value) -> io::Result<Vec<u8>> + 'a;
+
+/// A setting of a pool that is there, and what was asked for.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{setting} is {has}, not {wanted}")]
+pub struct Difference {
+    /// What Ceph calls it.
+    pub setting: &'static str,
+    /// What the pool has.
+    pub has: String,
+    /// What was asked for.
+    pub wanted: String,
+}
+
+impl Difference {
+    fn new(setting: &'static str, has: &str, wanted: &str) -> Self {
+        Self { setting, has: has.to_owned(), wanted: wanted.to_owned() }
+    }
+}
 
 /// Why pools were not made.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +100,58 @@ pub enum CreateError {
         /// How many there are.
         there: usize,
     },
+    /// A name that pools have while they are made.
+    #[error(
+        "no pool is made with the name '{pool}': '{suffix}' is for pools that are not finished. Choose another name"
+    )]
+    Reserved {
+        /// The name.
+        pool: String,
+        /// What it ends with.
+        suffix: &'static str,
+    },
+    /// A pool that somebody has made, and that takes no images.
+    #[error(
+        "the pool '{pool}' is there already, and cannot be used: {difference}. Pools that are there are not changed. {advice}"
+    )]
+    Unusable {
+        /// Its name.
+        pool: String,
+        /// What it has.
+        difference: Difference,
+        /// What to do.
+        advice: String,
+    },
+    /// A former request has begun to make the pool for other options.
+    #[error(
+        "the pool '{pool}' was left unfinished by a request with other options: {difference}, which cannot be changed. Ask with those, or remove the pool (ceph osd pool rm {pool} {pool} --yes-i-really-really-mean-it) and ask again"
+    )]
+    OtherWork {
+        /// What it is called until it is finished.
+        pool: String,
+        /// What it was made with.
+        difference: Difference,
+    },
+    /// A pool has the name of one that is not finished, and somebody uses it.
+    #[error(
+        "the pool '{pool}' has the name of one that is not finished, and holds objects ({objects}): it is not changed. Give it another name (ceph osd pool rename {pool} NAME) and ask again"
+    )]
+    Holds {
+        /// Its name.
+        pool: String,
+        /// How many objects.
+        objects: u64,
+    },
+    /// The pool is there, and is not set up.
+    #[error(
+        "{why}. The pool '{pool}' is there and not finished: ask again with the same options, which completes it"
+    )]
+    Incomplete {
+        /// What it is called until it is finished.
+        pool: String,
+        /// What has failed.
+        why: Box<CreateError>,
+    },
     /// The user may not.
     #[error(
         "the user may not make pools ('{command}'). Name a user that may, such as client.admin, with its keyring, or make the pool with ceph osd pool create"
@@ -82,47 +170,45 @@ pub enum CreateError {
     },
 }
 
-/// Makes the pools that are not there.
+/// Makes the pools that are not there, and completes those that a former request has left unfinished.
 ///
 /// # Errors
-/// [`CreateError`]. What was made before it stays. A pool whose settings were refused is not completed when asked again: it must be removed
-/// first.
+/// [`CreateError`]. What was made before it stays, and the same request goes on with it.
 pub fn create(
     cluster: &Cluster,
     pool: &str,
     data_pool: Option<&str>,
     asked: NewPools,
 ) -> Result<(), CreateError> {
+    create_by(&|command: &Value| cluster.command(&command.to_string()), (pool, data_pool), asked)
+}
+
+fn create_by(
+    monitors: &Ask<'_>,
+    (pool, data_pool): (&str, Option<&str>),
+    asked: NewPools,
+) -> Result<(), CreateError> {
     let data_pool = checked(asked, data_pool)?;
-    let dump = ask(cluster, &json!({ "prefix": "osd dump" }))?;
-    let is_there = |name: &str| {
-        let mut pools = dump["pools"].as_array().into_iter().flatten();
-        pools.any(|pool| pool["pool_name"] == name)
-    };
-    let rules = ask(cluster, &json!({ "prefix": "osd crush rule dump" }))?;
+    for name in [Some(pool), data_pool].into_iter().flatten() {
+        unfinished::check_name(name)?;
+    }
+    let dump = ask(monitors, &json!({ "prefix": "osd dump" }))?;
+    let rules = ask(monitors, &json!({ "prefix": "osd crush rule dump" }))?;
     let usual = failure_domain(&rules, USUAL_RULE).unwrap_or_else(|| "host".to_owned());
     let domain =
         asked.failure_domain.map_or_else(|| usual.clone(), |domain| domain.name().to_owned());
-    let there = domains(&ask(cluster, &json!({ "prefix": "osd tree" }))?, &domain);
+    let there = domains(&ask(monitors, &json!({ "prefix": "osd tree" }))?, &domain);
     require_domains(asked, &domain, there)?;
-    if !is_there(pool) {
-        let mut how = json!({ "pool_type": "replicated" });
-        if domain != usual {
-            let rule = rule(&rules, &domain);
-            ask(cluster, &rule)?;
-            how["rule"] = rule["name"].clone();
+    let rule = (domain != usual).then(|| rule(&rules, &domain));
+    let mut pools = vec![pool_of_copies(pool, asked, (domain.as_str(), rule), data_pool.is_none())];
+    pools.extend(data_pool.map(|data| pool_of_chunks(data, asked, &domain)));
+    // All are looked at before one is made.
+    let states = pools.iter().map(|it| unfinished::state(monitors, (&dump, &rules), it));
+    let states = states.collect::<Result<Vec<_>, _>>()?;
+    for (wanted, state) in pools.iter().zip(states) {
+        if state != State::Finished {
+            unfinished::make(monitors, wanted, state, GROUPS)?;
         }
-        make(cluster, pool, &how)?;
-        set_all(cluster, pool, &settings_of_copies(asked, data_pool.is_none()))?;
-        enable(cluster, pool)?;
-    }
-    if let Some(data) = data_pool.filter(|data| !is_there(data)) {
-        let profile = profile(asked, &domain);
-        ask(cluster, &profile)?;
-        let coded = json!({ "pool_type": "erasure", "erasure_code_profile": profile["name"] });
-        make(cluster, data, &coded)?;
-        set_all(cluster, data, &settings_of_chunks(asked))?;
-        enable(cluster, data)?;
     }
     Ok(())
 }
@@ -146,6 +232,35 @@ fn data_chunks(asked: NewPools) -> u32 {
     asked.data_chunks.unwrap_or(usual)
 }
 
+/// A pool of copies, and whether it has the data as well. `rule` makes what keeps them apart on another domain than the usual one.
+fn pool_of_copies<'a>(
+    name: &'a str,
+    asked: NewPools,
+    (domain, rule): (&'a str, Option<Value>),
+    has_data: bool,
+) -> Wanted<'a> {
+    let mut how = json!({ "pool_type": "replicated" });
+    if let Some(rule) = &rule {
+        how["rule"] = rule["name"].clone();
+    }
+    let settings = settings_of_copies(asked, has_data);
+    Wanted { name, needs: rule.into_iter().collect(), how, domain, settings }
+}
+
+/// A pool of chunks.
+fn pool_of_chunks<'a>(name: &'a str, asked: NewPools, domain: &'a str) -> Wanted<'a> {
+    let profile = profile(asked, domain);
+    let of_profile = profile["name"].clone();
+    // Ceph would make a rule with the name that the pool has then.
+    let rule = json!({
+        "prefix": "osd crush rule create-erasure", "name": of_profile, "profile": of_profile,
+    });
+    let how =
+        json!({ "pool_type": "erasure", "erasure_code_profile": of_profile, "rule": of_profile });
+    let settings = settings_of_chunks(asked);
+    Wanted { name, needs: vec![profile, rule], how, domain, settings }
+}
+
 /// What a pool of copies gets, in this order; whether it has the data as well.
 fn settings_of_copies(asked: NewPools, has_data: bool) -> Vec<(&'static str, String)> {
     let copies = u32::from(asked.failures) + 1;
@@ -156,8 +271,7 @@ fn settings_of_copies(asked: NewPools, has_data: bool) -> Vec<(&'static str, Str
 
 /// What a pool of chunks gets, in this order.
 fn settings_of_chunks(asked: NewPools) -> Vec<(&'static str, String)> {
-    // Without overwrites only whole objects can be written.
-    let overwrites = ("allow_ec_overwrites", "true".to_owned());
+    let overwrites = (OVERWRITES, "true".to_owned());
     let mut settings = vec![overwrites, ("min_size", data_chunks(asked).to_string())];
     settings.extend(compression(asked));
     settings
@@ -165,7 +279,7 @@ fn settings_of_chunks(asked: NewPools) -> Vec<(&'static str, String)> {
 
 /// How OSDs are to compress a pool of data; none leaves it to the cluster.
 fn compression(asked: NewPools) -> Option<(&'static str, String)> {
-    asked.compression.map(|mode| ("compression_mode", mode.name().to_owned()))
+    asked.compression.map(|mode| (COMPRESSION, mode.name().to_owned()))
 }
 
 /// Refuses pools with more copies or chunks than failure domains: the cluster has `there` of them.
@@ -218,35 +332,11 @@ fn rule(rules: &Value, domain: &str) -> Value {
     rule
 }
 
-fn make(cluster: &Cluster, pool: &str, how: &Value) -> Result<(), CreateError> {
-    let mut command = json!({ "prefix": "osd pool create", "pool": pool, "pg_num": GROUPS });
-    if let (Some(command), Some(how)) = (command.as_object_mut(), how.as_object()) {
-        command.extend(how.clone());
-    }
-    ask(cluster, &command)?;
-    tracing::info!(pool, "a pool is made");
-    Ok(())
-}
-
-fn set_all(cluster: &Cluster, pool: &str, settings: &[(&str, String)]) -> Result<(), CreateError> {
-    for (variable, value) in settings {
-        let prefix = "osd pool set";
-        ask(cluster, &json!({ "prefix": prefix, "pool": pool, "var": variable, "val": value }))?;
-    }
-    Ok(())
-}
-
-/// What `rbd pool init` does, and the cluster warns of a pool where it was not done.
-fn enable(cluster: &Cluster, pool: &str) -> Result<(), CreateError> {
-    ask(cluster, &json!({ "prefix": "osd pool application enable", "pool": pool, "app": "rbd" }))
-        .map(drop)
-}
-
 /// Asks a monitor; returns its answer, or nothing where it has none.
-fn ask(cluster: &Cluster, command: &Value) -> Result<Value, CreateError> {
+fn ask(monitors: &Ask<'_>, command: &Value) -> Result<Value, CreateError> {
     let mut command = command.clone();
     command["format"] = "json".into();
-    let answer = cluster.command(&command.to_string()).map_err(|error| {
+    let answer = monitors(&command).map_err(|error| {
         let command = command["prefix"].as_str().unwrap_or_default().to_owned();
         match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM) => CreateError::Forbidden { command },

@@ -9,8 +9,8 @@ use vmseal_api::redundancy::{PoolFacts, PoolLayout};
 use crate::cluster::Cluster;
 
 /// The kinds of pools, as `osd dump` numbers them (`pg_pool_t`).
-const REPLICATED: u64 = 1;
-const ERASURE_CODED: u64 = 3;
+pub(crate) const REPLICATED: u64 = 1;
+pub(crate) const ERASURE_CODED: u64 = 3;
 
 /// How the cluster keeps what is stored in these pools.
 ///

@@ -2,14 +2,13 @@
 
 use anyhow::Context;
 use vmseal_api::client::ServerClient;
-use vmseal_api::compression::Compression;
 use vmseal_api::datastore::{RbdPool, SetDatastore};
 use vmseal_api::host::DatastoreLocation;
 use vmseal_api::model::{Datastore, Policy};
 use vmseal_api::redundancy::PoolFacts;
 use vmseal_api::request::{AddDatastore, ShareDatastore};
 
-use super::{adopt, datastore_key, datastore_remount, datastore_way, list};
+use super::{adopt, datastore_key, datastore_remount, datastore_way, existing_pools, list};
 use crate::arguments::{self, Output};
 use crate::print::{self, plan, scan};
 use crate::stream::say;
@@ -121,42 +120,15 @@ async fn add(
         plan::warn(&server.try_post("datastores", request).await?);
     }
     let datastore: Datastore = server.post("datastores", request).await?;
-    if let Some(policy) = &request.create_for_policy {
+    let policy = match &request.create_for_policy {
         // The datastore is added: that the policy cannot be read now is no failure of that.
-        let policy = server.get::<Policy>(&format!("policies/{policy}")).await;
-        if let Some(what) = policy.ok().and_then(|policy| lacking(&datastore, &policy)) {
-            say(format!("warning: {what}"));
-        }
-    }
-    let asked = request.location.pool().and_then(|pool| pool.create?.compression);
-    if let Some(what) = asked.and_then(|asked| otherwise_compressed(&datastore, asked)) {
+        Some(policy) => server.get::<Policy>(&format!("policies/{policy}")).await.ok(),
+        None => None,
+    };
+    for what in existing_pools::warnings(&datastore, request, policy.as_ref()) {
         say(format!("warning: {what}"));
     }
     print::one(output, &datastore, &[])
-}
-
-/// The warning about a pool of data that was there already, with another compression than the one that was asked for.
-fn otherwise_compressed(datastore: &Datastore, asked: Compression) -> Option<String> {
-    let data = datastore.pools.last()?;
-    let has = data.compression.as_deref().unwrap_or(Compression::None.name());
-    let pool = &data.pool;
-    (has != asked.name())
-        .then(|| format!("pool '{pool}' was there already and keeps its compression ({has})"))
-}
-
-/// The warning about pools that are not as the policy requires for which they were to be made: pools that were there stay as they are.
-fn lacking(datastore: &Datastore, policy: &Policy) -> Option<String> {
-    let (pools, datastore, policy, redundancy) =
-        (&datastore.pools, &datastore.name, &policy.name, policy.redundancy);
-    if pools.is_empty() {
-        return Some(format!(
-            "it is not known yet whether datastore '{datastore}' is as policy '{policy}' requires: its cluster has not described its pools. See vmseal datastore show {datastore}"
-        ));
-    }
-    let why = redundancy.lacking(pools)?;
-    Some(format!(
-        "datastore '{datastore}' is not as policy '{policy}' requires: {why}. Pools that were there already stay as they are"
-    ))
 }
 
 /// Where the key of each pool's user is, which one each host uses, how hosts get to the pool, how the cluster keeps what is stored in each
@@ -206,33 +178,5 @@ mod tests {
         let lines = said(Some("quota_used_up"));
         assert!(lines[0].starts_with("vms: mirroring, 3 copies"), "{lines:?}");
         assert!(lines[1].starts_with("pool 'vms' is full: its quota is used up"), "{lines:?}");
-    }
-
-    #[test]
-    fn pools_that_were_there_and_are_not_as_the_policy_requires_are_told() {
-        let id = "01890a5d-ac96-774b-bcce-b302099a8057";
-        let policy = |failures: u8| -> Policy {
-            let redundancy = json!({ "failures": failures });
-            let policy = json!({
-                "id": id, "name": "gold", "encryption": true, "redundancy": redundancy,
-            });
-            serde_json::from_value(policy).unwrap()
-        };
-        let layout = json!({ "is": "mirroring", "copies": 3, "copies_min": 2 });
-        let facts = json!({ "pool": "vms", "layout": layout, "failure_domain": "host" });
-        let datastore = json!({ "id": id, "name": "ceph", "hosts": [], "pools": [facts] });
-        let datastore: Datastore = serde_json::from_value(datastore).unwrap();
-        assert_eq!(lacking(&datastore, &policy(1)), None);
-        let told = lacking(&datastore, &policy(2)).unwrap();
-        let begins = "datastore 'ceph' is not as policy 'gold' requires: pool 'vms' has";
-        assert!(told.starts_with(begins), "{told}");
-        let unknown = Datastore { pools: Vec::new(), ..datastore.clone() };
-        let told = lacking(&unknown, &policy(2)).unwrap();
-        assert!(told.contains("not known yet") && told.contains("datastore show ceph"), "{told}");
-
-        let told = otherwise_compressed(&datastore, Compression::Force).unwrap();
-        assert!(told.contains("pool 'vms'") && told.contains("(none)"), "{told}");
-        assert_eq!(otherwise_compressed(&datastore, Compression::None), None);
-        assert_eq!(otherwise_compressed(&unknown, Compression::Force), None);
     }
 }

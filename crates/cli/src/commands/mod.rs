@@ -17,6 +17,7 @@ mod drain;
 mod dump;
 mod evacuate;
 mod events;
+mod existing_pools;
 mod expose;
 mod follow;
 mod guest;
