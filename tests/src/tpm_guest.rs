@@ -107,12 +107,17 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Has the guest send a command to its TPM; the first `digits` hexadecimal digits of the answer.
-pub fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
-    let octal = command.iter().fold(String::new(), |mut text, byte| {
+/// Bytes as the shell's `printf` takes them.
+fn octal(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
         write!(text, "\\{byte:03o}").unwrap();
         text
-    });
+    })
+}
+
+/// Has the guest send a command to its TPM; the first `digits` hexadecimal digits of the answer.
+pub fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
+    let octal = octal(command);
     let answer = "$(dd bs=4096 count=1 <&3 2>/dev/null | od -An -v -tx1 | tr -d ' \\n')";
     // A shell whose `exec` fails ends, and the guest with it: on a busy machine the driver may not be there yet.
     // A console that is opened again shows what was said before.
@@ -122,6 +127,18 @@ pub fn ask(guest: &mut Console, command: &[u8], digits: usize) -> String {
     );
     guest.type_text(&line).unwrap();
     guest.expect(&format!("TPM{number}="), digits).unwrap()
+}
+
+/// Has the guest send commands to its TPM, one after the other and then from the first one again, as long as it runs. Nobody else of the
+/// guest can use the TPM meanwhile.
+pub fn ask_on_and_on(guest: &mut Console, commands: &[Vec<u8>]) {
+    let each = commands.iter().fold(String::new(), |mut text, command| {
+        let octal = octal(command);
+        write!(text, "printf '{octal}' >&3; dd bs=4096 count=1 <&3 >/dev/null 2>&1; ").unwrap();
+        text
+    });
+    let begin = format!("(exec 3<>/dev/tpm0; while true; do {each}done) & echo ASKS-$((6 * 7))");
+    shell_guest::run(guest, &begin, "ASKS-42").unwrap();
 }
 
 /// Checks that the guest's TPM keeps what it was told.

@@ -25,6 +25,7 @@ mod ceph_operations;
 mod ceph_postgres;
 mod ceph_stall;
 mod ceph_stall_filter;
+mod ceph_tpm;
 mod changes;
 mod cli;
 mod clones;

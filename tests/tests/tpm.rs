@@ -121,6 +121,10 @@ fn what_a_tpm_keeps_outlives_guests_and_kills_and_is_ciphertext() {
     kill_hard(swtpm[0]);
     let told = here.wait_alarm("web", "tpm-died").unwrap();
     assert!(told.contains("vmseal vm start web"), "{told}");
+    for needs_it in ["suspend", "reset"] {
+        let told = here.refused(&["vm", needs_it, "web"]).unwrap();
+        assert!(told.contains("has lost its TPM"), "{needs_it}: {told}");
+    }
     guest.type_text("echo \"still\"\" there\"\r").unwrap();
     guest.expect("still there", 0).unwrap();
     drop(guest);

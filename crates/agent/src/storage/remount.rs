@@ -412,21 +412,27 @@ pub(crate) mod tests {
     pub(crate) struct Hung {
         fuse: Option<File>,
         directory: tempfile::TempDir,
+        name: String,
     }
 
     impl Hung {
         /// None where this user may not mount, or the kernel has no FUSE: the test which runs is skipped.
         pub(crate) fn new() -> Option<Self> {
-            let hung = Self::mounted();
+            Self::called("pool")
+        }
+
+        /// The same, where the mount point has this name.
+        pub(crate) fn called(name: &str) -> Option<Self> {
+            let hung = Self::mounted(name);
             if hung.is_none() {
                 skipped("it takes root, and FUSE");
             }
             hung
         }
 
-        fn mounted() -> Option<Self> {
+        fn mounted(name: &str) -> Option<Self> {
             let directory = tempfile::tempdir().unwrap();
-            let mut hung = Self { fuse: None, directory };
+            let mut hung = Self { fuse: None, directory, name: name.to_owned() };
             let place = hung.place();
             std::fs::create_dir(&place).unwrap();
             let fuse = File::options().read(true).write(true).open("/dev/fuse").ok()?;
@@ -438,16 +444,21 @@ pub(crate) mod tests {
         }
 
         pub(crate) fn place(&self) -> PathBuf {
-            self.directory.path().join("pool")
+            self.directory.path().join(&self.name)
+        }
+
+        /// Ends what would serve it. It stays mounted.
+        pub(crate) fn end(&mut self) {
+            self.fuse = None;
         }
     }
 
     impl Drop for Hung {
         fn drop(&mut self) {
             // Ends what waits for an answer.
-            if self.fuse.take().is_some() {
-                let _ = umount2(&self.place(), MntFlags::MNT_DETACH);
-            }
+            self.end();
+            // Refused where it was never mounted.
+            let _ = umount2(&self.place(), MntFlags::MNT_DETACH);
         }
     }
 

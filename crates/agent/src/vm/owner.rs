@@ -15,6 +15,7 @@ mod grow;
 mod guest;
 mod jobs;
 mod key_change;
+mod lost_tpm;
 mod memory_snapshots;
 mod merge_served;
 mod mirror;

@@ -437,7 +437,7 @@ impl Running {
         addresses::note(spec, &mut self.live.nics, self.addresses.said());
     }
 
-    /// Truncates logs and asks the filter for errors. A filter that lives but does not serve is killed, so
+    /// Truncates logs, looks after the TPM, and asks the filter for errors. A filter that lives but does not serve is killed, so
     /// that another one can replace it. A request of the guest may wait for storage for `stall`. `left` says that replicas may be left, as
     /// the guest is sent.
     pub async fn look_after(
@@ -448,6 +448,7 @@ impl Running {
     ) -> Vec<Notice> {
         self.directory.bound_logs();
         self.note_addresses(spec);
+        self.tpm.look_after(spec).await;
         let Service::Served(filter) = &self.service else { return Vec::new() };
         let Ok(status) = self.control.status().await else { return Vec::new() };
         let live = &self.live;

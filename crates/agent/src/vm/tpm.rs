@@ -1,15 +1,23 @@
 //! The TPM of a running VM: started before QEMU, watched, and waited for when QEMU has ended.
+//!
+//! ```text
+//!  lives ──what serves its directory ends──> lives, cut off ──┐
+//!    └──────────────it ends──────────────────────────────────>┴──> lost, until the VM is stopped and started
+//! ```
+//! A pool is served to it by the `vmseal-rbd` that was there when it began, and by no later one (docs/decisions/342).
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use vmseal_api::host::{DiskRole, DiskSpec, Notice, NoticeCode, VmSpec};
+use vmseal_api::id::DiskId;
 use vmseal_api::problem::Problem;
 
 use super::arriving::NewTpm;
@@ -25,6 +33,7 @@ use crate::storage::mirror;
 use crate::storage::opening;
 use crate::storage::tpm_disk::{self, OpenTpm};
 use crate::storage::tpm_place;
+use crate::timed;
 
 /// How long after its TPM QEMU may be seen to end: it closes their socket first.
 const QEMU_ENDS_WITHIN: Duration = Duration::from_secs(2);
@@ -34,10 +43,20 @@ const QEMU_ENDS_WITHIN: Duration = Duration::from_secs(2);
 pub enum Tpm {
     /// It has none.
     None,
-    /// Its process, and when this agent first saw that it has ended.
-    Lives(Process, OnceLock<Instant>),
+    /// Its process has not ended, as far as is known.
+    Lives(Living),
     /// It ended under its guest: how.
     Ended(String),
+}
+
+/// A TPM whose process lives.
+#[derive(Debug)]
+pub struct Living {
+    process: Process,
+    /// When this agent first saw that it has ended.
+    seen: OnceLock<Instant>,
+    /// Whether what served its directory has ended.
+    cut_off: bool,
 }
 
 /// The disk whose key is the TPM's.
@@ -77,7 +96,7 @@ pub async fn start(
     };
     let (Started { process, control }, notice) =
         spawn_blocking(begin).await.map_err(internal)??;
-    Ok((Tpm::Lives(process, OnceLock::new()), Some(control), notice))
+    Ok((Tpm::of(process), Some(control), notice))
 }
 
 /// What a TPM keeps, for its start.
@@ -113,6 +132,11 @@ fn open(plan: &Plan, user: Option<u32>) -> Result<Opened, Problem> {
 }
 
 impl Tpm {
+    /// The TPM that is this process.
+    fn of(process: Process) -> Self {
+        Self::Lives(Living { process, seen: OnceLock::new(), cut_off: false })
+    }
+
     /// The TPM of a VM that an earlier agent started.
     ///
     /// # Errors
@@ -122,7 +146,7 @@ impl Tpm {
             return Ok(Self::None);
         }
         Ok(match Process::adopt(&directory.process(tpm::NAME))? {
-            Some(process) => Self::Lives(process, OnceLock::new()),
+            Some(process) => Self::of(process),
             None => Self::Ended("ended while no agent was there".to_owned()),
         })
     }
@@ -132,9 +156,10 @@ impl Tpm {
     /// # Errors
     /// Those of the system, such as that this process may not have them.
     pub fn descriptors(&self, name: &OsStr) -> io::Result<Vec<File>> {
-        let Self::Lives(process, _) = self else { return Ok(Vec::new()) };
+        let Self::Lives(living) = self else { return Ok(Vec::new()) };
+        let process = &living.process;
         let mut found = Vec::new();
-        for entry in fs::read_dir(format!("/proc/{}/fd", process.pid()))? {
+        for entry in fs::read_dir(descriptors_of(process))? {
             let entry = entry?;
             // It may have closed it meanwhile.
             let Ok(target) = fs::read_link(entry.path()) else { continue };
@@ -150,17 +175,37 @@ impl Tpm {
         Ok(found)
     }
 
-    /// Whether it has ended under its guest.
-    pub fn has_ended(&self) -> bool {
-        matches!(self, Self::Ended(_))
+    /// Looks whether what it keeps is still served to it.
+    pub async fn look_after(&mut self, spec: &VmSpec) {
+        let (Self::Lives(living), Some(disk)) = (self, disk_of(spec)) else { return };
+        if living.cut_off {
+            return;
+        }
+        let (descriptors, disk) = (descriptors_of(&living.process), disk.disk);
+        let place = descriptors.clone();
+        // Where there is no answer in time, its file system hangs, and may go on.
+        let looked = timed::quick_call(&place, move || Ok(is_cut_off(&descriptors, disk))).await;
+        living.cut_off = looked.unwrap_or(false);
+        if living.cut_off {
+            tracing::error!(vm = %spec.vm, "what served a pool to the TPM has ended, and the guest goes on");
+        }
+    }
+
+    /// Whether its guest has lost it: it has ended, or what served its directory has.
+    pub fn is_lost(&self) -> bool {
+        match self {
+            Self::None => false,
+            Self::Lives(living) => living.cut_off,
+            Self::Ended(_) => true,
+        }
     }
 
     /// Waits until it has ended and QEMU has not.
     pub async fn ended(&self) -> Exit {
-        let Self::Lives(process, seen) = self else { return std::future::pending().await };
-        let exit = process.ended().await;
+        let Self::Lives(living) = self else { return std::future::pending().await };
+        let exit = living.process.ended().await;
         // Each call to the VM cancels this wait and starts it again; the time that it ends does not change.
-        let seen = *seen.get_or_init(Instant::now);
+        let seen = *living.seen.get_or_init(Instant::now);
         tokio::time::sleep_until(seen + QEMU_ENDS_WITHIN).await;
         exit
     }
@@ -172,18 +217,141 @@ impl Tpm {
 
     /// Waits until it has ended with its QEMU, so that what it keeps is free for the next start.
     pub async fn end(&self) {
-        if let Self::Lives(process, _) = self {
-            process.end_within(tpm::END_TIMEOUT).await;
+        if let Self::Lives(living) = self {
+            living.process.end_within(tpm::END_TIMEOUT).await;
         }
     }
 
-    /// What operators are told of one that ended.
+    /// What operators are told of one that its guest has lost.
     pub fn notice(&self, spec: &VmSpec) -> Option<Notice> {
-        let Self::Ended(how) = self else { return None };
+        let (how, what_fails) = match self {
+            Self::Ended(how) => (how.as_str(), "what it asks of its TPM fails"),
+            Self::Lives(living) if living.cut_off => (
+                "has lost its pool: the vmseal-rbd that served it has ended, and another one serves it to other processes only",
+                "what it has its TPM keep fails, and after that all that it asks of it,",
+            ),
+            Self::None | Self::Lives(_) => return None,
+        };
         let detail = format!(
-            "the TPM of VM '{0}' (swtpm) {how}. The guest goes on, and what it asks of its TPM fails until it is stopped and started: vmseal vm stop {0}, vmseal vm start {0}. What the TPM keeps is on the datastore",
+            "the TPM of VM '{0}' (swtpm) {how}. The guest goes on, and {what_fails} until it is stopped and started: vmseal vm stop {0}, vmseal vm start {0}. What the TPM keeps is on the datastore",
             spec.name
         );
         Some(Notice { code: NoticeCode::TpmDied, disk: None, detail })
+    }
+}
+
+/// The list of a process's descriptors, proc_pid_fd(5).
+fn descriptors_of(process: &Process) -> PathBuf {
+    format!("/proc/{}/fd", process.pid()).into()
+}
+
+/// Whether a process has what a TPM keeps open, or the image of its disk, by a mount that nobody serves any more. Blocks.
+fn is_cut_off(descriptors: &Path, disk: DiskId) -> bool {
+    let Ok(entries) = fs::read_dir(descriptors) else { return false };
+    // The directory may have another name while its guest moves.
+    let beginning = format!("{disk}.");
+    let is_of_disk = |target: &Path| {
+        let name = target.file_name().and_then(OsStr::to_str);
+        name.is_some_and(|name| name.starts_with(&beginning))
+    };
+    let descriptors = entries.flatten().map(|entry| entry.path());
+    let mut own =
+        descriptors.filter(|path| fs::read_link(path).is_ok_and(|target| is_of_disk(&target)));
+    own.any(|path| fs::metadata(path).is_err_and(|error| is_of_dead_mount(&error)))
+}
+
+/// Whether this is what a mount answers whose server has ended: to later requests, or to those that it had under way.
+fn is_of_dead_mount(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::OpenOptionsExt;
+    use std::process::Stdio;
+
+    use vmseal_api::host::{DatastoreLocation, DatastoreSpec, Device};
+    use vmseal_api::id::DatastoreId;
+
+    use super::*;
+    use crate::process::run_dir::RunDir;
+    use crate::process::run_dir::tests::{disk, spec};
+    use crate::process::{self, Launch};
+    use crate::storage::remount::tests::Hung;
+
+    /// How long a request to a mount that has ended may take to fail on a busy machine.
+    const FAILS_WITHIN: Duration = Duration::from_secs(20);
+
+    /// The pause between looks.
+    const PAUSE: Duration = Duration::from_millis(20);
+
+    /// A directory, by which nothing is asked of its file system.
+    fn open(path: &Path) -> File {
+        OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_tpm_is_lost_when_its_mount_has_ended_and_not_while_that_hangs() {
+        let location = DatastoreLocation::Dir { path: "/store".into() };
+        let place = DatastoreSpec { datastore: DatastoreId::new(), location };
+        let kept = DiskSpec { role: DiskRole::Tpm, ..disk("tpm", &place) };
+        let Some(mut hung) = Hung::called(&format!("{}.tpm", kept.disk)) else { return };
+        let mut vm = spec();
+        vm.devices.push(Device::Disk(kept));
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().vm(vm.vm);
+        directory.renew().await.unwrap();
+        let state = open(&hung.place());
+        let swtpm = process::launch(Launch {
+            program: &process::open_program(Path::new("/bin/sleep")).unwrap(),
+            name: "sleep",
+            arguments: vec!["60".into()],
+            keep: vec![state.as_fd()],
+            input: Stdio::null(),
+            log: directory.log(tpm::NAME).unwrap(),
+            user: None,
+            locks_memory: false,
+            record: &directory.process(tpm::NAME),
+        });
+        let mut found = Tpm::of(swtpm.unwrap());
+        drop(state);
+        found.look_after(&vm).await;
+        assert!(!found.is_lost() && found.notice(&vm).is_none(), "it hangs, and may go on");
+
+        hung.end();
+        let give_up = Instant::now() + FAILS_WITHIN;
+        while !found.is_lost() {
+            assert!(Instant::now() < give_up, "it counts as served");
+            tokio::time::sleep(PAUSE).await;
+            found.look_after(&vm).await;
+        }
+        let told = found.notice(&vm).unwrap();
+        assert_eq!(told.code, NoticeCode::TpmDied);
+        for part in ["has lost its pool", "has its TPM keep fails", "vmseal vm start guest"] {
+            assert!(told.detail.contains(part), "'{part}' is missing in: {}", told.detail);
+        }
+        // Nor is it served again by a later one.
+        found.look_after(&vm).await;
+        assert!(found.is_lost());
+        directory.sweep().await.unwrap();
+    }
+
+    #[test]
+    fn only_a_mount_of_its_own_that_has_ended_counts() {
+        let [served, ended, not_open] = [(); 3].map(|()| DiskId::new());
+        let root = tempfile::tempdir().unwrap();
+        let place = root.path().join(format!("{served}.tpm"));
+        fs::create_dir(&place).unwrap();
+        let _served = open(&place);
+        let Some(mut hung) = Hung::called(&format!("{ended}.tpm")) else { return };
+        let _ended = open(&hung.place());
+        hung.end();
+        let found =
+            [served, ended, not_open].map(|disk| is_cut_off(Path::new("/proc/self/fd"), disk));
+        assert_eq!(found, [false, true, false]);
+        let other = io::Error::from_raw_os_error(libc::EIO);
+        assert!(!is_of_dead_mount(&other), "a disk that fails is no mount that has ended");
     }
 }

@@ -94,10 +94,7 @@ impl Owner {
             self.until_served().await?;
         }
         let mut copies = self.prepare_copies(&job.copies).await?;
-        if self.running().is_some_and(|running| running.tpm.has_ended()) {
-            let what = "has lost its TPM, which ended while its guest runs. Stop it and start it again first";
-            return Err(rules::wrong_state(&self.spec, what));
-        }
+        self.require_tpm().await?;
         self.may_replace_filter().await?;
         self.prepare_tpm(&job.copies).await?;
         let Some(departure) = job.begin.as_deref() else { return Err(internal("no destination")) };

@@ -127,6 +127,7 @@ impl Owner {
     }
 
     async fn reset(&mut self) -> Result<(), Problem> {
+        self.require_tpm().await?;
         let spec = self.spec.clone();
         let Some(running) = self.running() else { return Err(not_there()) };
         let before = running.live.clone();
