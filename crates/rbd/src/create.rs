@@ -124,7 +124,7 @@ pub enum CreateError {
     },
     /// A former request has begun to make the pool for other options.
     #[error(
-        "the pool '{pool}' was left unfinished by a request with other options: {difference}, which cannot be changed. Ask with those, or remove the pool (ceph osd pool rm {pool} {pool} --yes-i-really-really-mean-it) and ask again"
+        "the pool '{pool}' was left unfinished by a request with other options: {difference}, which cannot be changed. Give the options of that request, or remove the pool (ceph osd pool rm {pool} {pool} --yes-i-really-really-mean-it) and ask again"
     )]
     OtherWork {
         /// What it is called until it is finished.
@@ -144,7 +144,7 @@ pub enum CreateError {
     },
     /// The pool is there, and is not set up.
     #[error(
-        "{why}. The pool '{pool}' is there and not finished: ask again with the same options, which completes it"
+        "{why}. The pool '{pool}' is there and not finished: when that is mended, ask again with the same options"
     )]
     Incomplete {
         /// What it is called until it is finished.
@@ -152,12 +152,30 @@ pub enum CreateError {
         /// What has failed.
         why: Box<CreateError>,
     },
-    /// The user may not.
+    /// The user may not (`EACCES`).
     #[error(
         "the user may not make pools ('{command}'). Name a user that may, such as client.admin, with its keyring, or make the pool with ceph osd pool create"
     )]
     Forbidden {
         /// What it may not do.
+        command: String,
+    },
+    /// `EPERM`, which has several reasons.
+    #[error(
+        "the monitors have answered '{command}' for '{object}' with EPERM: a flag of the pool forbids it (ceph osd pool set {object} nosizechange false), a profile of this name has other values (ceph osd erasure-code-profile get {object}), or the user lacks the right"
+    )]
+    NotPermitted {
+        /// What they were asked for.
+        command: String,
+        /// The pool, the profile or the rule.
+        object: String,
+    },
+    /// Nobody knows what was done.
+    #[error(
+        "the monitors have not answered '{command}' in time, and it may have been done: ask again with the same options"
+    )]
+    NoAnswer {
+        /// What they were asked for.
         command: String,
     },
     /// The monitors.
@@ -336,14 +354,24 @@ fn rule(rules: &Value, domain: &str) -> Value {
 fn ask(monitors: &Ask<'_>, command: &Value) -> Result<Value, CreateError> {
     let mut command = command.clone();
     command["format"] = "json".into();
-    let answer = monitors(&command).map_err(|error| {
-        let command = command["prefix"].as_str().unwrap_or_default().to_owned();
-        match error.raw_os_error() {
-            Some(libc::EACCES | libc::EPERM) => CreateError::Forbidden { command },
-            _ => CreateError::Refused { command, error },
-        }
-    })?;
+    let answer = monitors(&command).map_err(|error| not_done(&command, error))?;
     Ok(serde_json::from_slice(&answer).unwrap_or_default())
+}
+
+/// Why a command has not succeeded.
+fn not_done(asked: &Value, error: io::Error) -> CreateError {
+    let text = |field: &str| asked[field].as_str().map(str::to_owned);
+    let command = text("prefix").unwrap_or_default();
+    match error.raw_os_error() {
+        Some(libc::EACCES) => CreateError::Forbidden { command },
+        Some(libc::EPERM) => {
+            let object = ["pool", "srcpool", "name"].into_iter().find_map(text);
+            CreateError::NotPermitted { command, object: object.unwrap_or_default() }
+        }
+        // What the library says after `rados_mon_op_timeout`.
+        Some(libc::ETIMEDOUT) => CreateError::NoAnswer { command },
+        _ => CreateError::Refused { command, error },
+    }
 }
 
 /// How many there are of what fails as one, with an OSD each.

@@ -81,7 +81,7 @@ pub(super) fn state(
 /// Makes a pool, or completes it. Each step may be done again.
 ///
 /// # Errors
-/// The monitors', within [`CreateError::Incomplete`] where the pool is there.
+/// The monitors', within [`CreateError::Incomplete`] where the pool is known to be there and not to be finished.
 pub(super) fn make(
     monitors: &Ask<'_>,
     wanted: &Wanted<'_>,
@@ -100,8 +100,11 @@ pub(super) fn make(
         }
         ask(monitors, &command)?;
     }
-    complete(monitors, wanted, &unfinished, state)
-        .map_err(|why| CreateError::Incomplete { pool: unfinished, why: Box::new(why) })?;
+    complete(monitors, wanted, &unfinished, state).map_err(|why| match why {
+        // If that was the last command, the pool may be finished.
+        CreateError::NoAnswer { .. } => why,
+        _ => CreateError::Incomplete { pool: unfinished, why: Box::new(why) },
+    })?;
     let is_completed = state == State::Unfinished;
     tracing::info!(pool = wanted.name, is_completed, "a pool is made");
     Ok(())

@@ -21,6 +21,8 @@ const RACKS: i64 = 6;
 enum Fault {
     /// It is refused.
     Refused,
+    /// The user may not give it.
+    NoRight,
     /// It is carried out, and its answer is lost.
     AnswerLost,
 }
@@ -37,6 +39,8 @@ struct Monitors {
     /// How many objects each holds; none is 0.
     objects: RefCell<BTreeMap<String, u64>>,
     profiles: RefCell<BTreeMap<String, Vec<String>>>,
+    /// The flags that new pools have.
+    flags: Cell<&'static str>,
     /// As `osd crush rule dump` has them.
     rules: RefCell<Vec<Value>>,
     /// How many commands were given that change something.
@@ -63,6 +67,7 @@ impl Monitors {
             pools: RefCell::default(),
             objects: RefCell::default(),
             profiles: RefCell::default(),
+            flags: Cell::new("hashpspool"),
             rules: RefCell::default(),
             changes: Cell::new(0),
             fault: Cell::new(None),
@@ -127,6 +132,7 @@ impl Monitors {
         match self.fault.get().filter(|(at, _)| *at == step) {
             None => self.carry_out(command),
             Some((_, Fault::Refused)) => Err(failed(libc::ERANGE)),
+            Some((_, Fault::NoRight)) => Err(failed(libc::EACCES)),
             Some((_, Fault::AnswerLost)) => {
                 self.carry_out(command)?;
                 Err(failed(libc::ETIMEDOUT))
@@ -217,7 +223,7 @@ impl Monitors {
         let pool = json!({
             "pool": pools.len() + 1, "pool_name": name, "type": kind, "size": size,
             "min_size": min_size, "crush_rule": rule, "erasure_code_profile": profile,
-            "flags_names": "hashpspool", "options": {}, "application_metadata": {},
+            "flags_names": self.flags.get(), "options": {}, "application_metadata": {},
         });
         pools.insert(name.to_owned(), pool);
         Ok(())
@@ -253,6 +259,9 @@ impl Monitors {
 fn set(pool: &mut Value, variable: &str, value: &str) -> io::Result<()> {
     match variable {
         "size" => {
+            if text(pool, "flags_names").contains("nosizechange") {
+                return Err(failed(libc::EPERM));
+            }
             let size = number(value)?;
             pool["size"] = size.into();
             // Whatever it was.
@@ -373,8 +382,59 @@ fn the_error_of_a_step_names_the_pool_that_is_left_and_what_completes_it() {
     assert!(!refused.contains("not finished"), "{refused}");
     let refused = Monitors::failing(1, Fault::Refused).refusal(MIRRORED, copies(1));
     assert!(refused.starts_with("the monitors have refused 'osd pool set'"), "{refused}");
-    let left = "The pool 'gold.vmseal-unfinished' is there and not finished: ask again";
+    let left = "The pool 'gold.vmseal-unfinished' is there and not finished: when that is mended, ask again";
     assert!(refused.contains(left), "{refused}");
+}
+
+#[test]
+fn a_command_whose_answer_is_lost_may_have_been_done_and_that_is_said() {
+    // The first command makes the pool, the third one sets min_size, the last one gives it its name.
+    for (step, command, left) in [
+        (0, "osd pool create", "gold.vmseal-unfinished"),
+        (2, "osd pool set", "gold.vmseal-unfinished"),
+        (4, "osd pool rename", "gold"),
+    ] {
+        let monitors = Monitors::failing(step, Fault::AnswerLost);
+        let told = monitors.refusal(MIRRORED, copies(1));
+        assert_eq!(monitors.pools().keys().collect::<Vec<_>>(), [left]);
+        let begins = format!("the monitors have not answered '{command}' in time, and it may");
+        assert!(
+            told.starts_with(&begins) && told.ends_with("ask again with the same options"),
+            "{told}"
+        );
+        assert!(!told.contains("refused") && !told.contains("not finished"), "{told}");
+    }
+}
+
+#[test]
+fn a_missing_right_and_what_is_forbidden_to_all_are_told_apart() {
+    let told = Monitors::failing(0, Fault::NoRight).refusal(MIRRORED, copies(1));
+    let right = "the user may not make pools ('osd pool create'). Name a user that may";
+    assert!(told.starts_with(right), "{told}");
+
+    let monitors = Monitors::new();
+    monitors.flags.set("hashpspool,nosizechange");
+    let told = monitors.refusal(MIRRORED, copies(1));
+    let left = "gold.vmseal-unfinished";
+    let why = format!("'osd pool set' for '{left}' with EPERM: a flag of the pool forbids it");
+    assert!(told.contains(&why) && !told.contains("Name a user"), "{told}");
+    let change = format!("ceph osd pool set {left} nosizechange false");
+    assert!(told.contains(&change), "{told}");
+    assert!(told.contains("when that is mended, ask again"), "{told}");
+    let unset = |pool: &mut Value| {
+        pool["flags_names"] = "hashpspool".into();
+        Ok(())
+    };
+    monitors.with_pool(left, unset).unwrap();
+    monitors.create(MIRRORED, copies(1)).unwrap();
+
+    let monitors = Monitors::new();
+    let other = vec!["k=2".to_owned(), "m=1".to_owned(), "crush-failure-domain=osd".to_owned()];
+    monitors.profiles.borrow_mut().insert("vmseal-2-1-host".to_owned(), other);
+    let told = monitors.refusal(CODED, chunks(1));
+    let why = "'osd erasure-code-profile set' for 'vmseal-2-1-host' with EPERM";
+    let look = "ceph osd erasure-code-profile get vmseal-2-1-host";
+    assert!(told.contains(why) && told.contains(look) && !told.contains("Name a user"), "{told}");
 }
 
 #[test]
