@@ -152,6 +152,16 @@ pub enum CreateError {
         /// What has failed.
         why: Box<CreateError>,
     },
+    /// There was no pool of the name when this request began, and there is one when it ends.
+    #[error(
+        "another request has made the pool '{pool}' meanwhile, and '{unfinished}' is left over: remove that one (ceph osd pool rm {unfinished} {unfinished} --yes-i-really-really-mean-it) and ask again"
+    )]
+    Overtaken {
+        /// The pool that is there.
+        pool: String,
+        /// The one that this request has set up.
+        unfinished: String,
+    },
     /// The user may not (`EACCES`).
     #[error(
         "the user may not make pools ('{command}'). Name a user that may, such as client.admin, with its keyring, or make the pool with ceph osd pool create"

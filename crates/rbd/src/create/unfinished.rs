@@ -102,7 +102,7 @@ pub(super) fn make(
     }
     complete(monitors, wanted, &unfinished, state).map_err(|why| match why {
         // If that was the last command, the pool may be finished.
-        CreateError::NoAnswer { .. } => why,
+        CreateError::NoAnswer { .. } | CreateError::Overtaken { .. } => why,
         _ => CreateError::Incomplete { pool: unfinished, why: Box::new(why) },
     })?;
     let is_completed = state == State::Unfinished;
@@ -132,7 +132,13 @@ fn complete(
     ask(monitors, &json!({ "prefix": prefix, "pool": unfinished, "app": APPLICATION }))?;
     let prefix = "osd pool rename";
     let rename = json!({ "prefix": prefix, "srcpool": unfinished, "destpool": wanted.name });
-    ask(monitors, &rename).map(drop)
+    match ask(monitors, &rename) {
+        Err(CreateError::Refused { error, .. }) if error.raw_os_error() == Some(libc::EEXIST) => {
+            let (pool, unfinished) = (wanted.name.to_owned(), unfinished.to_owned());
+            Err(CreateError::Overtaken { pool, unfinished })
+        }
+        renamed => renamed.map(drop),
+    }
 }
 
 /// What a pool is called while it is made.

@@ -23,6 +23,8 @@ enum Fault {
     Refused,
     /// The user may not give it.
     NoRight,
+    /// Another request makes the pool `gold` just before.
+    Overtaken,
     /// It is carried out, and its answer is lost.
     AnswerLost,
 }
@@ -133,6 +135,10 @@ impl Monitors {
             None => self.carry_out(command),
             Some((_, Fault::Refused)) => Err(failed(libc::ERANGE)),
             Some((_, Fault::NoRight)) => Err(failed(libc::EACCES)),
+            Some((_, Fault::Overtaken)) => {
+                self.add("gold", REPLICATED, "hashpspool");
+                self.carry_out(command)
+            }
             Some((_, Fault::AnswerLost)) => {
                 self.carry_out(command)?;
                 Err(failed(libc::ETIMEDOUT))
@@ -403,6 +409,22 @@ fn a_command_whose_answer_is_lost_may_have_been_done_and_that_is_said() {
             "{told}"
         );
         assert!(!told.contains("refused") && !told.contains("not finished"), "{told}");
+    }
+}
+
+#[test]
+fn a_pool_that_another_request_has_made_meanwhile_is_told_with_what_removes_the_second_one() {
+    for step in 0..5 {
+        let monitors = Monitors::failing(step, Fault::Overtaken);
+        let told = monitors.refusal(MIRRORED, copies(1));
+        let left = "gold.vmseal-unfinished";
+        assert_eq!(monitors.pools().keys().collect::<Vec<_>>(), ["gold", left]);
+        assert!(told.starts_with("another request has made the pool 'gold'"), "{told}");
+        let remove = format!("ceph osd pool rm {left} {left} --yes-i-really-really-mean-it");
+        assert!(told.contains(&remove) && !told.contains("not finished"), "{told}");
+        let there = monitors.pools();
+        monitors.create(MIRRORED, copies(1)).unwrap();
+        assert_eq!(monitors.pools(), there, "a pool that is there was changed");
     }
 }
 
