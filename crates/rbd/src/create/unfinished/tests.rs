@@ -1,5 +1,5 @@
 //! Pools that are made, left unfinished and completed. The monitors are a stand-in, which keeps pools and answers as those of Ceph do
-//! (`OSDMonitor.cc`). With real ones the same is tried by `tests/tests/ceph_datastore.rs`.
+//! (`OSDMonitor.cc`). With real ones the same is tried by `tests/tests/ceph_new_pools.rs`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -45,6 +45,8 @@ struct Monitors {
     flags: Cell<&'static str>,
     /// As `osd crush rule dump` has them.
     rules: RefCell<Vec<Value>>,
+    /// The number of the rule that pools of copies have if none is named, -1 for the first one; and whether the user may read it.
+    default_rule: Cell<(i64, bool)>,
     /// How many commands were given that change something.
     changes: Cell<usize>,
     /// Which of them fails.
@@ -65,17 +67,20 @@ fn number(of: &str) -> io::Result<u64> {
 
 impl Monitors {
     fn new() -> Self {
-        let it = Self {
+        Self::with_rules(&[rule(0, "replicated_rule", REPLICATED, "host")])
+    }
+
+    fn with_rules(rules: &[Value]) -> Self {
+        Self {
             pools: RefCell::default(),
             objects: RefCell::default(),
             profiles: RefCell::default(),
             flags: Cell::new("hashpspool"),
-            rules: RefCell::default(),
+            rules: RefCell::new(rules.to_vec()),
+            default_rule: Cell::new((-1, true)),
             changes: Cell::new(0),
             fault: Cell::new(None),
-        };
-        it.add_rule("replicated_rule", "host");
-        it
+        }
     }
 
     /// Where a command fails.
@@ -115,9 +120,18 @@ impl Monitors {
             "osd crush rule dump" => Value::from(self.rules.borrow().clone()),
             "osd tree" => tree(),
             "df" => self.df(),
+            "config get" => self.config(command)?,
             _ => return self.change(command).map(|()| Vec::new()),
         };
         Ok(told.to_string().into_bytes())
+    }
+
+    fn config(&self, command: &Value) -> io::Result<Value> {
+        assert_eq!(text(command, "key"), "osd_pool_default_crush_rule");
+        match self.default_rule.get() {
+            (default, true) => Ok(default.into()),
+            (_, false) => Err(failed(libc::EACCES)),
+        }
     }
 
     fn df(&self) -> Value {
@@ -149,10 +163,12 @@ impl Monitors {
     fn carry_out(&self, command: &Value) -> io::Result<()> {
         let of = |field| text(command, field);
         match of("prefix") {
-            "osd crush rule create-replicated" => self.add_rule(of("name"), of("type")),
+            "osd crush rule create-replicated" => {
+                self.add_rule(of("name"), REPLICATED, of("type"));
+            }
             "osd crush rule create-erasure" => {
                 let domain = self.part(of("profile"), "crush-failure-domain")?;
-                self.add_rule(of("name"), &domain);
+                self.add_rule(of("name"), ERASURE_CODED, &domain);
             }
             "osd erasure-code-profile set" => self.set_profile(of("name"), &command["profile"])?,
             "osd pool create" => self.create_pool(command)?,
@@ -168,18 +184,29 @@ impl Monitors {
     }
 
     /// One that is there stays.
-    fn add_rule(&self, name: &str, domain: &str) {
+    fn add_rule(&self, name: &str, kind: u64, domain: &str) {
         let mut rules = self.rules.borrow_mut();
         if rules.iter().any(|rule| rule["rule_name"] == name) {
             return;
         }
-        let steps = json!([
-            { "op": "take", "item_name": "default" },
-            { "op": "chooseleaf_firstn", "num": 0, "type": domain },
-            { "op": "emit" },
-        ]);
-        let rule = json!({ "rule_id": rules.len(), "rule_name": name, "steps": steps });
-        rules.push(rule);
+        let is_free = |id: &u64| rules.iter().all(|rule| rule["rule_id"] != *id);
+        let id = (0..).find(is_free).unwrap();
+        rules.push(rule(id, name, kind, domain));
+    }
+
+    /// The rule of a pool that names one, or none.
+    fn rule_of(&self, name: Option<&str>, kind: u64) -> io::Result<Value> {
+        let (rules, (default, _)) = (self.rules.borrow(), self.default_rule.get());
+        let rule = match name {
+            Some(name) => rules.iter().find(|rule| rule["rule_name"] == name),
+            None if default < 0 => rules.iter().find(|rule| rule["type"] == kind),
+            None => rules.iter().find(|rule| rule["rule_id"] == default),
+        };
+        let rule = rule.ok_or_else(|| failed(libc::ENOENT))?;
+        match rule["type"] == kind {
+            true => Ok(rule["rule_id"].clone()),
+            false => Err(failed(libc::EINVAL)),
+        }
     }
 
     /// The same is taken again, another one is not.
@@ -219,12 +246,7 @@ impl Monitors {
             }
             _ => (3, 2),
         };
-        let rules = self.rules.borrow();
-        let rule = match command["rule"].as_str() {
-            None => rules.first(),
-            Some(rule) => rules.iter().find(|it| it["rule_name"] == rule),
-        };
-        let rule = rule.ok_or_else(|| failed(libc::ENOENT))?["rule_id"].clone();
+        let rule = self.rule_of(command["rule"].as_str(), kind)?;
         let mut pools = self.pools.borrow_mut();
         let pool = json!({
             "pool": pools.len() + 1, "pool_name": name, "type": kind, "size": size,
@@ -296,6 +318,16 @@ fn set(pool: &mut Value, variable: &str, value: &str) -> io::Result<()> {
         other => panic!("the monitors are to set '{other}'"),
     }
     Ok(())
+}
+
+/// A rule, as `osd crush rule dump` has it.
+fn rule(id: u64, name: &str, kind: u64, domain: &str) -> Value {
+    let steps = json!([
+        { "op": "take", "item_name": "default" },
+        { "op": "chooseleaf_firstn", "num": 0, "type": domain },
+        { "op": "emit" },
+    ]);
+    json!({ "rule_id": id, "rule_name": name, "type": kind, "steps": steps })
 }
 
 /// Racks with a host each, which has an OSD.
@@ -378,6 +410,46 @@ fn a_request_that_fails_at_any_step_is_completed_by_the_same_request() {
             assert_eq!(monitors.pools(), whole, "{what}");
         }
     }
+}
+
+/// The name of the rule that a pool has.
+fn rule_name_of(monitors: &Monitors, pool: &str) -> String {
+    let rule = monitors.pools()[pool]["crush_rule"].clone();
+    let rules = monitors.rules.borrow();
+    let rule = rules.iter().find(|it| it["rule_id"] == rule).unwrap();
+    text(rule, "rule_name").to_owned()
+}
+
+#[test]
+fn a_pool_is_made_and_completed_with_the_rule_of_the_cluster_whatever_its_number_is() {
+    let by_host = rule(0, "replicated_rule", REPLICATED, "host");
+    let (coded, by_rack) =
+        (rule(1, "coded", ERASURE_CODED, "osd"), rule(3, "racks", REPLICATED, "rack"));
+    let without_0 = [coded.clone(), by_rack.clone()];
+    let with_0 = [by_host, coded, by_rack];
+    for (rules, default, wanted) in [
+        (&without_0[..], (-1, true), "racks"),
+        (&without_0[..], (-1, false), "racks"),
+        (&with_0[..], (-1, true), "replicated_rule"),
+        (&with_0[..], (3, true), "racks"),
+        // The monitors would take the other one, if none were named.
+        (&with_0[..], (3, false), "replicated_rule"),
+        // It takes no copies, or is gone.
+        (&with_0[..], (1, true), "replicated_rule"),
+        (&with_0[..], (7, true), "replicated_rule"),
+    ] {
+        let monitors = Monitors::with_rules(rules);
+        monitors.default_rule.set(default);
+        monitors.fault.set(Some((1, Fault::Refused)));
+        monitors.create(MIRRORED, copies(1)).unwrap_err();
+        assert_eq!(rule_name_of(&monitors, "gold.vmseal-unfinished"), wanted, "{default:?}");
+        let again = monitors.create(MIRRORED, copies(1));
+        again.unwrap_or_else(|error| panic!("{default:?}: {error}"));
+        assert_eq!(rule_name_of(&monitors, "gold"), wanted, "{default:?}");
+    }
+    let monitors = Monitors::with_rules(&[]);
+    monitors.create(MIRRORED, copies(1)).unwrap();
+    assert_eq!(rule_name_of(&monitors, "gold"), "vmseal-host");
 }
 
 #[test]
