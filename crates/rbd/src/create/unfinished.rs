@@ -2,12 +2,10 @@
 //! nobody uses it yet. The last command gives it the name that was asked for: a pool that has that name is finished.
 
 use serde_json::{Value, json};
+use vmseal_api::new_pools::UNFINISHED_SUFFIX;
 
 use super::{Ask, CreateError, Difference, OVERWRITES, ask};
 use crate::pools::{ERASURE_CODED, REPLICATED, failure_domain};
-
-/// How names of pools end that are not finished.
-const SUFFIX: &str = ".vmseal-unfinished";
 
 /// How OSDs compress a pool, and the value that has none say so.
 pub(super) const COMPRESSION: &str = "compression_mode";
@@ -41,8 +39,8 @@ pub(super) enum State {
 
 /// Refuses a name that pools have while they are made.
 pub(super) fn check_name(pool: &str) -> Result<(), CreateError> {
-    match pool.ends_with(SUFFIX) {
-        true => Err(CreateError::Reserved { pool: pool.to_owned(), suffix: SUFFIX }),
+    match pool.ends_with(UNFINISHED_SUFFIX) {
+        true => Err(CreateError::Reserved { pool: pool.to_owned(), suffix: UNFINISHED_SUFFIX }),
         false => Ok(()),
     }
 }
@@ -143,7 +141,7 @@ fn complete(
 
 /// What a pool is called while it is made.
 fn name_of(pool: &str) -> String {
-    format!("{pool}{SUFFIX}")
+    format!("{pool}{UNFINISHED_SUFFIX}")
 }
 
 /// A pool, as `osd dump` describes it.

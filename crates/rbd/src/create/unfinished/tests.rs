@@ -403,7 +403,7 @@ fn a_request_that_fails_at_any_step_is_completed_by_the_same_request() {
             let monitors = Monitors::failing(step, fault);
             monitors.create(names, asked).expect_err(&what);
             for (name, pool) in monitors.pools() {
-                let is_finished = !name.ends_with(SUFFIX);
+                let is_finished = !name.ends_with(UNFINISHED_SUFFIX);
                 assert!(!is_finished || whole.get(&name) == Some(&pool), "{what}: {pool}");
             }
             monitors.create(names, asked).unwrap_or_else(|error| panic!("{what}: {error}"));
