@@ -12,6 +12,7 @@ use vmseal_tests::counting_guest::{count, read_marker_of_disk, stop_counting, wr
 use vmseal_tests::eventually;
 use vmseal_tests::guest::Console;
 use vmseal_tests::installation::Installation;
+use vmseal_tests::kills::has_its_turn;
 use vmseal_tests::shell_guest::{booted, image};
 use vmseal_tests::tpm_guest::{DONE, ask, ask_on_and_on, define, keeps, read, undefine, write};
 
@@ -57,7 +58,7 @@ fn is_lost(here: &Installation) {
 
 #[test]
 fn a_tpm_is_lost_with_what_serves_its_pool_and_has_what_it_kept_at_the_next_start() {
-    if !is_installed() {
+    if !is_installed() || !has_its_turn() {
         return;
     }
     let options = Options { messenger: "crc", erasure_coded: false, key_at_server: false };

@@ -21,6 +21,9 @@ pub const CHOICES: [FailureDomain; 5] = [
 /// How these are told.
 const CHOICE: &str = "'osd', 'host', 'rack', 'room' or 'datacenter'";
 
+/// How names of pools end that vmseal makes and has not finished. No pool is made whose own name ends so.
+pub const UNFINISHED_SUFFIX: &str = ".vmseal-unfinished";
+
 /// How new pools keep their data, and how many failures they survive. Agents of earlier versions take it where neither a failure domain nor a
 /// number of data chunks nor compression is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

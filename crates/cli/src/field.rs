@@ -347,6 +347,7 @@ mod tests {
         ("location.pool.create.data_chunks", POOL_WITH_CHUNKS, "--data-chunks"),
         ("create_for_policy", POOL_FOR_POLICY, "--create-for-policy"),
         ("location.pool.data_pool", POOL_FOR_POLICY, "--data-pool"),
+        ("location.pool.pool", POOL_FOR_POLICY, "--pool"),
         ("location.pool.messenger", POOL_FOR_POLICY, "--messenger"),
         ("location.pool.keyring", POOL_WITH_KEYRING, "--keyring"),
         ("location.pool.monitors", POOL, "--monitors"),

@@ -27,7 +27,7 @@ use vmseal_api::redundancy::Layout;
 
 use self::unfinished::{COMPRESSION, State, Wanted};
 use crate::cluster::Cluster;
-use crate::pools::failure_domain;
+use crate::pools::{REPLICATED, failure_domain};
 
 /// Placement groups that a pool has at first; the cluster adds others as it fills (`pg_autoscale_mode`).
 const GROUPS: u32 = 32;
@@ -37,8 +37,8 @@ const GROUPS: u32 = 32;
 const DATA_CHUNKS_BESIDE_ONE: u32 = 2;
 const DATA_CHUNKS_BESIDE_MORE: u32 = 4;
 
-/// The rule that replicated pools have unless told otherwise.
-const USUAL_RULE: u64 = 0;
+/// The option with the number of the rule that pools of copies have unless told otherwise.
+const DEFAULT_RULE: &str = "osd_pool_default_crush_rule";
 
 /// Without it, only whole objects of an erasure-coded pool can be written.
 const OVERWRITES: &str = "allow_ec_overwrites";
@@ -124,7 +124,7 @@ pub enum CreateError {
     },
     /// A former request has begun to make the pool for other options.
     #[error(
-        "the pool '{pool}' was left unfinished by a request with other options: {difference}, which cannot be changed. Ask with those, or remove the pool (ceph osd pool rm {pool} {pool} --yes-i-really-really-mean-it) and ask again"
+        "the pool '{pool}' was left unfinished by a request with other options: {difference}, which cannot be changed. Give the options of that request, or remove the pool (ceph osd pool rm {pool} {pool} --yes-i-really-really-mean-it) and ask again"
     )]
     OtherWork {
         /// What it is called until it is finished.
@@ -144,7 +144,7 @@ pub enum CreateError {
     },
     /// The pool is there, and is not set up.
     #[error(
-        "{why}. The pool '{pool}' is there and not finished: ask again with the same options, which completes it"
+        "{why}. The pool '{pool}' is there and not finished: when that is mended, ask again with the same options"
     )]
     Incomplete {
         /// What it is called until it is finished.
@@ -152,12 +152,40 @@ pub enum CreateError {
         /// What has failed.
         why: Box<CreateError>,
     },
-    /// The user may not.
+    /// There was no pool of the name when this request began, and there is one when it ends.
+    #[error(
+        "another request has made the pool '{pool}' meanwhile, and '{unfinished}' is left over: remove that one (ceph osd pool rm {unfinished} {unfinished} --yes-i-really-really-mean-it) and ask again"
+    )]
+    Overtaken {
+        /// The pool that is there.
+        pool: String,
+        /// The one that this request has set up.
+        unfinished: String,
+    },
+    /// The user may not (`EACCES`).
     #[error(
         "the user may not make pools ('{command}'). Name a user that may, such as client.admin, with its keyring, or make the pool with ceph osd pool create"
     )]
     Forbidden {
         /// What it may not do.
+        command: String,
+    },
+    /// `EPERM`, which has several reasons.
+    #[error(
+        "the monitors have answered '{command}' for '{object}' with EPERM: a flag of the pool forbids it (ceph osd pool set {object} nosizechange false), a profile of this name has other values (ceph osd erasure-code-profile get {object}), or the user lacks the right"
+    )]
+    NotPermitted {
+        /// What they were asked for.
+        command: String,
+        /// The pool, the profile or the rule.
+        object: String,
+    },
+    /// Nobody knows what was done.
+    #[error(
+        "the monitors have not answered '{command}' in time, and it may have been done: ask again with the same options"
+    )]
+    NoAnswer {
+        /// What they were asked for.
         command: String,
     },
     /// The monitors.
@@ -194,12 +222,16 @@ fn create_by(
     }
     let dump = ask(monitors, &json!({ "prefix": "osd dump" }))?;
     let rules = ask(monitors, &json!({ "prefix": "osd crush rule dump" }))?;
-    let usual = failure_domain(&rules, USUAL_RULE).unwrap_or_else(|| "host".to_owned());
-    let domain =
-        asked.failure_domain.map_or_else(|| usual.clone(), |domain| domain.name().to_owned());
+    let usual = usual_rule(monitors, &rules)?;
+    let usual_domain = usual.and_then(|it| failure_domain(&rules, it["rule_id"].as_u64()?));
+    let domain = asked.failure_domain.map(|domain| domain.name().to_owned());
+    let domain = domain.or_else(|| usual_domain.clone()).unwrap_or_else(|| "host".to_owned());
     let there = domains(&ask(monitors, &json!({ "prefix": "osd tree" }))?, &domain);
     require_domains(asked, &domain, there)?;
-    let rule = (domain != usual).then(|| rule(&rules, &domain));
+    let rule = match usual.filter(|_| usual_domain.as_ref() == Some(&domain)) {
+        Some(usual) => Rule { name: usual["rule_name"].clone(), made_by: None },
+        None => new_rule(usual, &domain),
+    };
     let mut pools = vec![pool_of_copies(pool, asked, (domain.as_str(), rule), data_pool.is_none())];
     pools.extend(data_pool.map(|data| pool_of_chunks(data, asked, &domain)));
     // All are looked at before one is made.
@@ -232,19 +264,39 @@ fn data_chunks(asked: NewPools) -> u32 {
     asked.data_chunks.unwrap_or(usual)
 }
 
-/// A pool of copies, and whether it has the data as well. `rule` makes what keeps them apart on another domain than the usual one.
+/// The rule that pools of copies have unless told otherwise: the cluster's default, if this user may read which one that is, or else the
+/// first one for copies, which is number 0 unless somebody has removed that. A monitor that is not told a rule also goes by its own file,
+/// which this process cannot read: it would make a pool with a rule that the next request does not expect.
+fn usual_rule<'a>(monitors: &Ask<'_>, rules: &'a Value) -> Result<Option<&'a Value>, CreateError> {
+    let get = json!({ "prefix": "config get", "who": "mon", "key": DEFAULT_RULE });
+    let default = match ask(monitors, &get) {
+        Err(error @ CreateError::NoAnswer { .. }) => return Err(error),
+        told => told.unwrap_or_default(),
+    };
+    let rules = rules.as_array().into_iter().flatten();
+    let of_copies: Vec<&Value> = rules.filter(|rule| rule["type"] == REPLICATED).collect();
+    let by_default = of_copies.iter().find(|rule| rule["rule_id"] == default);
+    let first = of_copies.iter().min_by_key(|rule| rule["rule_id"].as_u64());
+    Ok(by_default.or(first).copied())
+}
+
+/// What keeps copies apart.
+struct Rule {
+    name: Value,
+    /// The command that makes it; none where it is there.
+    made_by: Option<Value>,
+}
+
+/// A pool of copies, and whether it has the data as well.
 fn pool_of_copies<'a>(
     name: &'a str,
     asked: NewPools,
-    (domain, rule): (&'a str, Option<Value>),
+    (domain, rule): (&'a str, Rule),
     has_data: bool,
 ) -> Wanted<'a> {
-    let mut how = json!({ "pool_type": "replicated" });
-    if let Some(rule) = &rule {
-        how["rule"] = rule["name"].clone();
-    }
+    let how = json!({ "pool_type": "replicated", "rule": rule.name });
     let settings = settings_of_copies(asked, has_data);
-    Wanted { name, needs: rule.into_iter().collect(), how, domain, settings }
+    Wanted { name, needs: rule.made_by.into_iter().collect(), how, domain, settings }
 }
 
 /// A pool of chunks.
@@ -312,38 +364,45 @@ fn profile(asked: NewPools, domain: &str) -> Value {
     })
 }
 
-/// Makes the rule that keeps copies apart on something else than the usual one does, on the same OSDs. One that is there stays.
-fn rule(rules: &Value, domain: &str) -> Value {
-    let usual = rules.as_array().into_iter().flatten().find(|one| one["rule_id"] == USUAL_RULE);
+/// The rule that keeps copies apart on something else than the usual one does, on the same OSDs. One that is there stays.
+fn new_rule(usual: Option<&Value>, domain: &str) -> Rule {
     let steps = usual.and_then(|rule| rule["steps"].as_array()).into_iter().flatten();
     let mut taken = steps.filter(|step| step["op"] == "take");
     let taken = taken.find_map(|step| step["item_name"].as_str()).unwrap_or("default");
     // Of a class of OSDs: `default~ssd`.
     let (root, class) = taken.split_once('~').map_or((taken, None), |(it, of)| (it, Some(of)));
-    let mut rule = json!({
-        "prefix": "osd crush rule create-replicated",
-        "name": format!("vmseal-{domain}"),
-        "root": root,
-        "type": domain,
+    let name = Value::from(format!("vmseal-{domain}"));
+    let mut make = json!({
+        "prefix": "osd crush rule create-replicated", "name": name, "root": root, "type": domain,
     });
     if let Some(class) = class {
-        rule["class"] = class.into();
+        make["class"] = class.into();
     }
-    rule
+    Rule { name, made_by: Some(make) }
 }
 
 /// Asks a monitor; returns its answer, or nothing where it has none.
 fn ask(monitors: &Ask<'_>, command: &Value) -> Result<Value, CreateError> {
     let mut command = command.clone();
     command["format"] = "json".into();
-    let answer = monitors(&command).map_err(|error| {
-        let command = command["prefix"].as_str().unwrap_or_default().to_owned();
-        match error.raw_os_error() {
-            Some(libc::EACCES | libc::EPERM) => CreateError::Forbidden { command },
-            _ => CreateError::Refused { command, error },
-        }
-    })?;
+    let answer = monitors(&command).map_err(|error| not_done(&command, error))?;
     Ok(serde_json::from_slice(&answer).unwrap_or_default())
+}
+
+/// Why a command has not succeeded.
+fn not_done(asked: &Value, error: io::Error) -> CreateError {
+    let text = |field: &str| asked[field].as_str().map(str::to_owned);
+    let command = text("prefix").unwrap_or_default();
+    match error.raw_os_error() {
+        Some(libc::EACCES) => CreateError::Forbidden { command },
+        Some(libc::EPERM) => {
+            let object = ["pool", "srcpool", "name"].into_iter().find_map(text);
+            CreateError::NotPermitted { command, object: object.unwrap_or_default() }
+        }
+        // What the library says after `rados_mon_op_timeout`.
+        Some(libc::ETIMEDOUT) => CreateError::NoAnswer { command },
+        _ => CreateError::Refused { command, error },
+    }
 }
 
 /// How many there are of what fails as one, with an OSD each.
@@ -457,18 +516,24 @@ mod tests {
     #[test]
     fn a_rule_of_another_domain_takes_the_osds_of_the_usual_one() {
         let usual = |item: &str| {
-            json!([{ "rule_id": 1 }, { "rule_id": 0, "steps": [
+            json!({ "rule_id": 0, "steps": [
                 { "op": "set_choose_tries", "num": 100 },
                 { "op": "take", "item": -1, "item_name": item },
-                { "op": "chooseleaf_firstn", "num": 0, "type": "host" }] }])
+                { "op": "chooseleaf_firstn", "num": 0, "type": "host" }] })
         };
-        let made = rule(&usual("default"), "rack");
+        let made_by = |usual: Option<&Value>, domain: &str| {
+            let rule = new_rule(usual, domain);
+            let made_by = rule.made_by.unwrap();
+            assert_eq!(made_by["name"], rule.name);
+            made_by
+        };
+        let made = made_by(Some(&usual("default")), "rack");
         assert_eq!(made["name"], "vmseal-rack");
         assert_eq!((&made["root"], &made["type"]), (&json!("default"), &json!("rack")));
         assert_eq!(made["class"], Value::Null);
-        let made = rule(&usual("fast~ssd"), "osd");
+        let made = made_by(Some(&usual("fast~ssd")), "osd");
         assert_eq!((&made["root"], &made["class"]), (&json!("fast"), &json!("ssd")));
-        assert_eq!(rule(&Value::Null, "osd")["root"], "default");
+        assert_eq!(made_by(None, "osd")["root"], "default");
     }
 
     #[test]

@@ -276,7 +276,7 @@ fn serve(
         let Options { data_chunks, compression, .. } = *options;
         let asked = NewPools { data_chunks, compression, ..asked };
         create(&cluster, &options.pool, options.data_pool.as_deref(), asked)
-            .with_context(|| format!("the pool '{}' is not made", options.pool))?;
+            .with_context(|| format!("while making the pool '{}'", options.pool))?;
     }
     let pool = Arc::new(Pool::open(&cluster, &options.pool, &options.namespace)?);
     Directories::new(Arc::clone(&pool))

@@ -178,7 +178,8 @@ impl Tpm {
     /// Looks whether what it keeps is still served to it.
     pub async fn look_after(&mut self, spec: &VmSpec) {
         let (Self::Lives(living), Some(disk)) = (self, disk_of(spec)) else { return };
-        if living.cut_off {
+        // Only a pool is served by a `vmseal-rbd`. A directory may be of any other FUSE.
+        if living.cut_off || disk.datastore.location.pool().is_none() {
             return;
         }
         let (descriptors, disk) = (descriptors_of(&living.process), disk.disk);
@@ -228,7 +229,7 @@ impl Tpm {
             Self::Ended(how) => (how.as_str(), "what it asks of its TPM fails"),
             Self::Lives(living) if living.cut_off => (
                 "has lost its pool: the vmseal-rbd that served it has ended, and another one serves it to other processes only",
-                "what it has its TPM keep fails, and after that all that it asks of it,",
+                "its TPM stores nothing more, and then answers only errors,",
             ),
             Self::None | Self::Lives(_) => return None,
         };
@@ -279,6 +280,7 @@ mod tests {
     use crate::process::run_dir::RunDir;
     use crate::process::run_dir::tests::{disk, spec};
     use crate::process::{self, Launch};
+    use crate::storage::pool::tests::pool;
     use crate::storage::remount::tests::Hung;
 
     /// How long a request to a mount that has ended may take to fail on a busy machine.
@@ -292,19 +294,19 @@ mod tests {
         OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).unwrap()
     }
 
-    #[tokio::test]
-    async fn a_tpm_is_lost_when_its_mount_has_ended_and_not_while_that_hangs() {
-        let location = DatastoreLocation::Dir { path: "/store".into() };
+    /// A VM with the disk of a TPM at this place, whose id is returned as well.
+    fn vm_with_tpm(location: DatastoreLocation) -> (VmSpec, DiskId) {
         let place = DatastoreSpec { datastore: DatastoreId::new(), location };
         let kept = DiskSpec { role: DiskRole::Tpm, ..disk("tpm", &place) };
-        let Some(mut hung) = Hung::called(&format!("{}.tpm", kept.disk)) else { return };
-        let mut vm = spec();
+        let (mut vm, id) = (spec(), kept.disk);
         vm.devices.push(Device::Disk(kept));
-        let root = tempfile::tempdir().unwrap();
-        let directory = RunDir::open(root.path()).unwrap().vm(vm.vm);
-        directory.renew().await.unwrap();
-        let state = open(&hung.place());
-        let swtpm = process::launch(Launch {
+        (vm, id)
+    }
+
+    /// A process in place of swtpm, which has this open.
+    fn swtpm(directory: &ProcessDir, state: &Path) -> Tpm {
+        let state = open(state);
+        let process = process::launch(Launch {
             program: &process::open_program(Path::new("/bin/sleep")).unwrap(),
             name: "sleep",
             arguments: vec!["60".into()],
@@ -315,8 +317,18 @@ mod tests {
             locks_memory: false,
             record: &directory.process(tpm::NAME),
         });
-        let mut found = Tpm::of(swtpm.unwrap());
-        drop(state);
+        Tpm::of(process.unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_tpm_on_a_pool_is_lost_when_its_mount_has_ended_and_not_while_that_hangs() {
+        let location = DatastoreLocation::Rbd { path: "/store".into(), pool: Box::new(pool()) };
+        let (vm, disk) = vm_with_tpm(location);
+        let Some(mut hung) = Hung::called(&format!("{disk}.tpm")) else { return };
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().vm(vm.vm);
+        directory.renew().await.unwrap();
+        let mut found = swtpm(&directory, &hung.place());
         found.look_after(&vm).await;
         assert!(!found.is_lost() && found.notice(&vm).is_none(), "it hangs, and may go on");
 
@@ -329,12 +341,28 @@ mod tests {
         }
         let told = found.notice(&vm).unwrap();
         assert_eq!(told.code, NoticeCode::TpmDied);
-        for part in ["has lost its pool", "has its TPM keep fails", "vmseal vm start guest"] {
+        for part in ["has lost its pool", "stores nothing more", "vmseal vm start guest"] {
             assert!(told.detail.contains(part), "'{part}' is missing in: {}", told.detail);
         }
         // Nor is it served again by a later one.
         found.look_after(&vm).await;
         assert!(found.is_lost());
+        directory.sweep().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_tpm_in_a_directory_is_not_lost_with_a_mount() {
+        let (vm, disk) = vm_with_tpm(DatastoreLocation::Dir { path: "/store".into() });
+        let Some(mut hung) = Hung::called(&format!("{disk}.tpm")) else { return };
+        let root = tempfile::tempdir().unwrap();
+        let directory = RunDir::open(root.path()).unwrap().vm(vm.vm);
+        directory.renew().await.unwrap();
+        let mut found = swtpm(&directory, &hung.place());
+        hung.end();
+        let Tpm::Lives(living) = &found else { panic!("it has ended") };
+        assert!(is_cut_off(&descriptors_of(&living.process), disk), "its mount has not ended");
+        found.look_after(&vm).await;
+        assert!(!found.is_lost() && found.notice(&vm).is_none());
         directory.sweep().await.unwrap();
     }
 

@@ -304,7 +304,7 @@ pub enum NoticeCode {
     DisksDown,
     /// The VM's filter process died and another one serves its disks; nothing is lost.
     FilterRestarted,
-    /// The process that is the VM's TPM ended, or what served it its directory; its guest goes on without a TPM that works.
+    /// The process that is the VM's TPM ended, or the process that served its directory; its guest goes on without a TPM that works.
     TpmDied,
     /// Its guest has panicked, and was restarted or stands still.
     GuestPanicked,

@@ -43,7 +43,8 @@ fn lacking(datastore: &Datastore, by: &str, redundancy: Redundancy) -> Option<St
     ))
 }
 
-/// The settings by which a pool has less than was asked for, and the commands that change them. What else it lacks cannot be changed.
+/// The settings by which a pool has less than was asked for, and the commands that change them. No command is told for what else it lacks:
+/// its kind and its chunks cannot be changed, and another rule moves all that it holds.
 fn settings(pool: &PoolFacts, failures: u32) -> Option<String> {
     let (size, wanted_size, min_size) = match pool.layout {
         PoolLayout::Mirroring { copies, copies_min } => {

@@ -15,6 +15,7 @@ use vmseal_api::host::version::{
 use vmseal_api::host::{DatastoreLocation, DatastoreSpec, HostAgent, HostDescription};
 use vmseal_api::id::{DatastoreId, HostId, check_name};
 use vmseal_api::model::{Datastore, Page, Plan, RekeyedDatastore};
+use vmseal_api::new_pools::UNFINISHED_SUFFIX;
 use vmseal_api::osd_encryption::{OsdFacts, StatedOsds};
 use vmseal_api::problem::{ErrorCode, Problem};
 use vmseal_api::request::AddDatastore;
@@ -222,6 +223,22 @@ pub(super) fn check_location(location: &DatastoreLocation) -> Result<(), Problem
     pool.check().map_err(|(field, what)| Problem::invalid(format!("location.pool.{field}"), what))
 }
 
+/// Refuses names that only unfinished pools have, where pools are to be made. `vmseal-rbd` refuses them as well, and a dry run does not ask
+/// that.
+fn check_new_pools(location: &DatastoreLocation) -> Result<(), Problem> {
+    let Some(pool) = location.pool().filter(|pool| pool.create.is_some()) else { return Ok(()) };
+    let names = [("pool", Some(&pool.pool)), ("data_pool", pool.data_pool.as_ref())];
+    let reserved = names.into_iter().find(|(_, name)| {
+        let name = name.map(String::as_str).unwrap_or_default();
+        name.ends_with(UNFINISHED_SUFFIX)
+    });
+    let Some((field, _)) = reserved else { return Ok(()) };
+    let what = format!(
+        "must not end with '{UNFINISHED_SUFFIX}', as names of pools do that are not finished: choose another one"
+    );
+    Err(Problem::invalid(format!("location.pool.{field}"), what))
+}
+
 /// What is to be done for a datastore whose pools may not be there: they cannot be looked at without being made.
 fn with_new_pools(request: &AddDatastore, pool: &RbdPool) -> Plan {
     let create = pool.create.unwrap_or_default();
@@ -257,6 +274,7 @@ pub async fn add(
     }
     datastore_keys::check(&request)?;
     let request = pools_for_policy::resolve(services, request).await?;
+    check_new_pools(&request.location)?;
     let host = hosts::find(&mut *services.store.read().await?, &request.host).await?;
     let host = host.ok_or_else(|| Problem {
         field: Some("host".to_owned()),

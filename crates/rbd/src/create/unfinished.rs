@@ -2,12 +2,10 @@
 //! nobody uses it yet. The last command gives it the name that was asked for: a pool that has that name is finished.
 
 use serde_json::{Value, json};
+use vmseal_api::new_pools::UNFINISHED_SUFFIX;
 
 use super::{Ask, CreateError, Difference, OVERWRITES, ask};
 use crate::pools::{ERASURE_CODED, REPLICATED, failure_domain};
-
-/// How names of pools end that are not finished.
-const SUFFIX: &str = ".vmseal-unfinished";
 
 /// How OSDs compress a pool, and the value that has none say so.
 pub(super) const COMPRESSION: &str = "compression_mode";
@@ -41,8 +39,8 @@ pub(super) enum State {
 
 /// Refuses a name that pools have while they are made.
 pub(super) fn check_name(pool: &str) -> Result<(), CreateError> {
-    match pool.ends_with(SUFFIX) {
-        true => Err(CreateError::Reserved { pool: pool.to_owned(), suffix: SUFFIX }),
+    match pool.ends_with(UNFINISHED_SUFFIX) {
+        true => Err(CreateError::Reserved { pool: pool.to_owned(), suffix: UNFINISHED_SUFFIX }),
         false => Ok(()),
     }
 }
@@ -81,7 +79,7 @@ pub(super) fn state(
 /// Makes a pool, or completes it. Each step may be done again.
 ///
 /// # Errors
-/// The monitors', within [`CreateError::Incomplete`] where the pool is there.
+/// The monitors', within [`CreateError::Incomplete`] where the pool is known to be there and not to be finished.
 pub(super) fn make(
     monitors: &Ask<'_>,
     wanted: &Wanted<'_>,
@@ -100,8 +98,11 @@ pub(super) fn make(
         }
         ask(monitors, &command)?;
     }
-    complete(monitors, wanted, &unfinished, state)
-        .map_err(|why| CreateError::Incomplete { pool: unfinished, why: Box::new(why) })?;
+    complete(monitors, wanted, &unfinished, state).map_err(|why| match why {
+        // If that was the last command, the pool may be finished.
+        CreateError::NoAnswer { .. } | CreateError::Overtaken { .. } => why,
+        _ => CreateError::Incomplete { pool: unfinished, why: Box::new(why) },
+    })?;
     let is_completed = state == State::Unfinished;
     tracing::info!(pool = wanted.name, is_completed, "a pool is made");
     Ok(())
@@ -129,12 +130,18 @@ fn complete(
     ask(monitors, &json!({ "prefix": prefix, "pool": unfinished, "app": APPLICATION }))?;
     let prefix = "osd pool rename";
     let rename = json!({ "prefix": prefix, "srcpool": unfinished, "destpool": wanted.name });
-    ask(monitors, &rename).map(drop)
+    match ask(monitors, &rename) {
+        Err(CreateError::Refused { error, .. }) if error.raw_os_error() == Some(libc::EEXIST) => {
+            let (pool, unfinished) = (wanted.name.to_owned(), unfinished.to_owned());
+            Err(CreateError::Overtaken { pool, unfinished })
+        }
+        renamed => renamed.map(drop),
+    }
 }
 
 /// What a pool is called while it is made.
 fn name_of(pool: &str) -> String {
-    format!("{pool}{SUFFIX}")
+    format!("{pool}{UNFINISHED_SUFFIX}")
 }
 
 /// A pool, as `osd dump` describes it.

@@ -224,6 +224,11 @@ async fn restart(running: &mut Running, spec: &VmSpec, dumped: Option<&str>) -> 
     if !running.may_be_served_again().await.map_err(|error| error.to_string())? {
         return Err("its filter has ended, and its QEMU, older than 9.0, takes no other one for a guest that has stood still".to_owned());
     }
+    // QEMU ends at a reset if the TPM does not start again.
+    running.tpm.look_after(spec).await;
+    if running.tpm.is_lost() {
+        return Err("it has lost its TPM".to_owned());
+    }
     // On record first: it counts, whatever happens to this agent.
     running.live.panics.done(true, dumped);
     note(running, spec);

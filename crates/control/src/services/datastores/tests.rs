@@ -151,6 +151,33 @@ async fn pools_that_are_made_for_a_policy_have_what_it_asks_for() {
 }
 
 #[tokio::test]
+async fn a_pool_is_not_planned_with_the_name_of_an_unfinished_one() {
+    let fixture = Fixture::new().await;
+    let services = fixture.services(Recipient::generate().unwrap());
+    let me = Caller::administrator("me");
+    let layout = Some(Layout::ErasureCoding);
+    let numbers = with(NewPools { failures: 1, layout, ..NewPools::default() });
+    let redundancy = failures(1, layout);
+    ask(&services, SetPolicy { redundancy, ..SetPolicy::default() }).await;
+    for request in [numbers, for_policy("encrypted", Some("ec"))] {
+        add(&services, &me, request.clone(), true).await.unwrap();
+        for (field, is_of_data) in
+            [("location.pool.pool", false), ("location.pool.data_pool", true)]
+        {
+            let mut request = request.clone();
+            let DatastoreLocation::Rbd { pool, .. } = &mut request.location else { unreachable!() };
+            match is_of_data {
+                true => pool.data_pool = Some("ec.vmseal-unfinished".to_owned()),
+                false => pool.pool = "vms.vmseal-unfinished".to_owned(),
+            }
+            let refused = add(&services, &me, request, true).await.unwrap_err();
+            assert_eq!(refused.field.as_deref(), Some(field), "{refused}");
+            assert!(refused.detail.contains("must not end with '.vmseal-unfinished'"), "{refused}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn pools_for_a_policy_are_refused_where_its_disks_would_not_be() {
     let fixture = Fixture::new().await;
     let services = fixture.services(Recipient::generate().unwrap());

@@ -1,5 +1,5 @@
 //! Pools that are made, left unfinished and completed. The monitors are a stand-in, which keeps pools and answers as those of Ceph do
-//! (`OSDMonitor.cc`). With real ones the same is tried by `tests/tests/ceph_datastore.rs`.
+//! (`OSDMonitor.cc`). With real ones the same is tried by `tests/tests/ceph_new_pools.rs`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -21,6 +21,10 @@ const RACKS: i64 = 6;
 enum Fault {
     /// It is refused.
     Refused,
+    /// The user may not give it.
+    NoRight,
+    /// Another request makes the pool `gold` just before.
+    Overtaken,
     /// It is carried out, and its answer is lost.
     AnswerLost,
 }
@@ -37,8 +41,12 @@ struct Monitors {
     /// How many objects each holds; none is 0.
     objects: RefCell<BTreeMap<String, u64>>,
     profiles: RefCell<BTreeMap<String, Vec<String>>>,
+    /// The flags that new pools have.
+    flags: Cell<&'static str>,
     /// As `osd crush rule dump` has them.
     rules: RefCell<Vec<Value>>,
+    /// The number of the rule that pools of copies have if none is named, -1 for the first one; and whether the user may read it.
+    default_rule: Cell<(i64, bool)>,
     /// How many commands were given that change something.
     changes: Cell<usize>,
     /// Which of them fails.
@@ -59,16 +67,20 @@ fn number(of: &str) -> io::Result<u64> {
 
 impl Monitors {
     fn new() -> Self {
-        let it = Self {
+        Self::with_rules(&[rule(0, "replicated_rule", REPLICATED, "host")])
+    }
+
+    fn with_rules(rules: &[Value]) -> Self {
+        Self {
             pools: RefCell::default(),
             objects: RefCell::default(),
             profiles: RefCell::default(),
-            rules: RefCell::default(),
+            flags: Cell::new("hashpspool"),
+            rules: RefCell::new(rules.to_vec()),
+            default_rule: Cell::new((-1, true)),
             changes: Cell::new(0),
             fault: Cell::new(None),
-        };
-        it.add_rule("replicated_rule", "host");
-        it
+        }
     }
 
     /// Where a command fails.
@@ -108,9 +120,18 @@ impl Monitors {
             "osd crush rule dump" => Value::from(self.rules.borrow().clone()),
             "osd tree" => tree(),
             "df" => self.df(),
+            "config get" => self.config(command)?,
             _ => return self.change(command).map(|()| Vec::new()),
         };
         Ok(told.to_string().into_bytes())
+    }
+
+    fn config(&self, command: &Value) -> io::Result<Value> {
+        assert_eq!(text(command, "key"), "osd_pool_default_crush_rule");
+        match self.default_rule.get() {
+            (default, true) => Ok(default.into()),
+            (_, false) => Err(failed(libc::EACCES)),
+        }
     }
 
     fn df(&self) -> Value {
@@ -127,6 +148,11 @@ impl Monitors {
         match self.fault.get().filter(|(at, _)| *at == step) {
             None => self.carry_out(command),
             Some((_, Fault::Refused)) => Err(failed(libc::ERANGE)),
+            Some((_, Fault::NoRight)) => Err(failed(libc::EACCES)),
+            Some((_, Fault::Overtaken)) => {
+                self.add("gold", REPLICATED, "hashpspool");
+                self.carry_out(command)
+            }
             Some((_, Fault::AnswerLost)) => {
                 self.carry_out(command)?;
                 Err(failed(libc::ETIMEDOUT))
@@ -137,10 +163,12 @@ impl Monitors {
     fn carry_out(&self, command: &Value) -> io::Result<()> {
         let of = |field| text(command, field);
         match of("prefix") {
-            "osd crush rule create-replicated" => self.add_rule(of("name"), of("type")),
+            "osd crush rule create-replicated" => {
+                self.add_rule(of("name"), REPLICATED, of("type"));
+            }
             "osd crush rule create-erasure" => {
                 let domain = self.part(of("profile"), "crush-failure-domain")?;
-                self.add_rule(of("name"), &domain);
+                self.add_rule(of("name"), ERASURE_CODED, &domain);
             }
             "osd erasure-code-profile set" => self.set_profile(of("name"), &command["profile"])?,
             "osd pool create" => self.create_pool(command)?,
@@ -156,18 +184,29 @@ impl Monitors {
     }
 
     /// One that is there stays.
-    fn add_rule(&self, name: &str, domain: &str) {
+    fn add_rule(&self, name: &str, kind: u64, domain: &str) {
         let mut rules = self.rules.borrow_mut();
         if rules.iter().any(|rule| rule["rule_name"] == name) {
             return;
         }
-        let steps = json!([
-            { "op": "take", "item_name": "default" },
-            { "op": "chooseleaf_firstn", "num": 0, "type": domain },
-            { "op": "emit" },
-        ]);
-        let rule = json!({ "rule_id": rules.len(), "rule_name": name, "steps": steps });
-        rules.push(rule);
+        let is_free = |id: &u64| rules.iter().all(|rule| rule["rule_id"] != *id);
+        let id = (0..).find(is_free).unwrap();
+        rules.push(rule(id, name, kind, domain));
+    }
+
+    /// The rule of a pool that names one, or none.
+    fn rule_of(&self, name: Option<&str>, kind: u64) -> io::Result<Value> {
+        let (rules, (default, _)) = (self.rules.borrow(), self.default_rule.get());
+        let rule = match name {
+            Some(name) => rules.iter().find(|rule| rule["rule_name"] == name),
+            None if default < 0 => rules.iter().find(|rule| rule["type"] == kind),
+            None => rules.iter().find(|rule| rule["rule_id"] == default),
+        };
+        let rule = rule.ok_or_else(|| failed(libc::ENOENT))?;
+        match rule["type"] == kind {
+            true => Ok(rule["rule_id"].clone()),
+            false => Err(failed(libc::EINVAL)),
+        }
     }
 
     /// The same is taken again, another one is not.
@@ -207,17 +246,12 @@ impl Monitors {
             }
             _ => (3, 2),
         };
-        let rules = self.rules.borrow();
-        let rule = match command["rule"].as_str() {
-            None => rules.first(),
-            Some(rule) => rules.iter().find(|it| it["rule_name"] == rule),
-        };
-        let rule = rule.ok_or_else(|| failed(libc::ENOENT))?["rule_id"].clone();
+        let rule = self.rule_of(command["rule"].as_str(), kind)?;
         let mut pools = self.pools.borrow_mut();
         let pool = json!({
             "pool": pools.len() + 1, "pool_name": name, "type": kind, "size": size,
             "min_size": min_size, "crush_rule": rule, "erasure_code_profile": profile,
-            "flags_names": "hashpspool", "options": {}, "application_metadata": {},
+            "flags_names": self.flags.get(), "options": {}, "application_metadata": {},
         });
         pools.insert(name.to_owned(), pool);
         Ok(())
@@ -253,6 +287,9 @@ impl Monitors {
 fn set(pool: &mut Value, variable: &str, value: &str) -> io::Result<()> {
     match variable {
         "size" => {
+            if text(pool, "flags_names").contains("nosizechange") {
+                return Err(failed(libc::EPERM));
+            }
             let size = number(value)?;
             pool["size"] = size.into();
             // Whatever it was.
@@ -281,6 +318,16 @@ fn set(pool: &mut Value, variable: &str, value: &str) -> io::Result<()> {
         other => panic!("the monitors are to set '{other}'"),
     }
     Ok(())
+}
+
+/// A rule, as `osd crush rule dump` has it.
+fn rule(id: u64, name: &str, kind: u64, domain: &str) -> Value {
+    let steps = json!([
+        { "op": "take", "item_name": "default" },
+        { "op": "chooseleaf_firstn", "num": 0, "type": domain },
+        { "op": "emit" },
+    ]);
+    json!({ "rule_id": id, "rule_name": name, "type": kind, "steps": steps })
 }
 
 /// Racks with a host each, which has an OSD.
@@ -356,13 +403,53 @@ fn a_request_that_fails_at_any_step_is_completed_by_the_same_request() {
             let monitors = Monitors::failing(step, fault);
             monitors.create(names, asked).expect_err(&what);
             for (name, pool) in monitors.pools() {
-                let is_finished = !name.ends_with(SUFFIX);
+                let is_finished = !name.ends_with(UNFINISHED_SUFFIX);
                 assert!(!is_finished || whole.get(&name) == Some(&pool), "{what}: {pool}");
             }
             monitors.create(names, asked).unwrap_or_else(|error| panic!("{what}: {error}"));
             assert_eq!(monitors.pools(), whole, "{what}");
         }
     }
+}
+
+/// The name of the rule that a pool has.
+fn rule_name_of(monitors: &Monitors, pool: &str) -> String {
+    let rule = monitors.pools()[pool]["crush_rule"].clone();
+    let rules = monitors.rules.borrow();
+    let rule = rules.iter().find(|it| it["rule_id"] == rule).unwrap();
+    text(rule, "rule_name").to_owned()
+}
+
+#[test]
+fn a_pool_is_made_and_completed_with_the_rule_of_the_cluster_whatever_its_number_is() {
+    let by_host = rule(0, "replicated_rule", REPLICATED, "host");
+    let (coded, by_rack) =
+        (rule(1, "coded", ERASURE_CODED, "osd"), rule(3, "racks", REPLICATED, "rack"));
+    let without_0 = [coded.clone(), by_rack.clone()];
+    let with_0 = [by_host, coded, by_rack];
+    for (rules, default, wanted) in [
+        (&without_0[..], (-1, true), "racks"),
+        (&without_0[..], (-1, false), "racks"),
+        (&with_0[..], (-1, true), "replicated_rule"),
+        (&with_0[..], (3, true), "racks"),
+        // The monitors would take the other one, if none were named.
+        (&with_0[..], (3, false), "replicated_rule"),
+        // It takes no copies, or is gone.
+        (&with_0[..], (1, true), "replicated_rule"),
+        (&with_0[..], (7, true), "replicated_rule"),
+    ] {
+        let monitors = Monitors::with_rules(rules);
+        monitors.default_rule.set(default);
+        monitors.fault.set(Some((1, Fault::Refused)));
+        monitors.create(MIRRORED, copies(1)).unwrap_err();
+        assert_eq!(rule_name_of(&monitors, "gold.vmseal-unfinished"), wanted, "{default:?}");
+        let again = monitors.create(MIRRORED, copies(1));
+        again.unwrap_or_else(|error| panic!("{default:?}: {error}"));
+        assert_eq!(rule_name_of(&monitors, "gold"), wanted, "{default:?}");
+    }
+    let monitors = Monitors::with_rules(&[]);
+    monitors.create(MIRRORED, copies(1)).unwrap();
+    assert_eq!(rule_name_of(&monitors, "gold"), "vmseal-host");
 }
 
 #[test]
@@ -373,8 +460,75 @@ fn the_error_of_a_step_names_the_pool_that_is_left_and_what_completes_it() {
     assert!(!refused.contains("not finished"), "{refused}");
     let refused = Monitors::failing(1, Fault::Refused).refusal(MIRRORED, copies(1));
     assert!(refused.starts_with("the monitors have refused 'osd pool set'"), "{refused}");
-    let left = "The pool 'gold.vmseal-unfinished' is there and not finished: ask again";
+    let left = "The pool 'gold.vmseal-unfinished' is there and not finished: when that is mended, ask again";
     assert!(refused.contains(left), "{refused}");
+}
+
+#[test]
+fn a_command_whose_answer_is_lost_may_have_been_done_and_that_is_said() {
+    // The first command makes the pool, the third one sets min_size, the last one gives it its name.
+    for (step, command, left) in [
+        (0, "osd pool create", "gold.vmseal-unfinished"),
+        (2, "osd pool set", "gold.vmseal-unfinished"),
+        (4, "osd pool rename", "gold"),
+    ] {
+        let monitors = Monitors::failing(step, Fault::AnswerLost);
+        let told = monitors.refusal(MIRRORED, copies(1));
+        assert_eq!(monitors.pools().keys().collect::<Vec<_>>(), [left]);
+        let begins = format!("the monitors have not answered '{command}' in time, and it may");
+        assert!(
+            told.starts_with(&begins) && told.ends_with("ask again with the same options"),
+            "{told}"
+        );
+        assert!(!told.contains("refused") && !told.contains("not finished"), "{told}");
+    }
+}
+
+#[test]
+fn a_pool_that_another_request_has_made_meanwhile_is_told_with_what_removes_the_second_one() {
+    for step in 0..5 {
+        let monitors = Monitors::failing(step, Fault::Overtaken);
+        let told = monitors.refusal(MIRRORED, copies(1));
+        let left = "gold.vmseal-unfinished";
+        assert_eq!(monitors.pools().keys().collect::<Vec<_>>(), ["gold", left]);
+        assert!(told.starts_with("another request has made the pool 'gold'"), "{told}");
+        let remove = format!("ceph osd pool rm {left} {left} --yes-i-really-really-mean-it");
+        assert!(told.contains(&remove) && !told.contains("not finished"), "{told}");
+        let there = monitors.pools();
+        monitors.create(MIRRORED, copies(1)).unwrap();
+        assert_eq!(monitors.pools(), there, "a pool that is there was changed");
+    }
+}
+
+#[test]
+fn a_missing_right_and_what_is_forbidden_to_all_are_told_apart() {
+    let told = Monitors::failing(0, Fault::NoRight).refusal(MIRRORED, copies(1));
+    let right = "the user may not make pools ('osd pool create'). Name a user that may";
+    assert!(told.starts_with(right), "{told}");
+
+    let monitors = Monitors::new();
+    monitors.flags.set("hashpspool,nosizechange");
+    let told = monitors.refusal(MIRRORED, copies(1));
+    let left = "gold.vmseal-unfinished";
+    let why = format!("'osd pool set' for '{left}' with EPERM: a flag of the pool forbids it");
+    assert!(told.contains(&why) && !told.contains("Name a user"), "{told}");
+    let change = format!("ceph osd pool set {left} nosizechange false");
+    assert!(told.contains(&change), "{told}");
+    assert!(told.contains("when that is mended, ask again"), "{told}");
+    let unset = |pool: &mut Value| {
+        pool["flags_names"] = "hashpspool".into();
+        Ok(())
+    };
+    monitors.with_pool(left, unset).unwrap();
+    monitors.create(MIRRORED, copies(1)).unwrap();
+
+    let monitors = Monitors::new();
+    let other = vec!["k=2".to_owned(), "m=1".to_owned(), "crush-failure-domain=osd".to_owned()];
+    monitors.profiles.borrow_mut().insert("vmseal-2-1-host".to_owned(), other);
+    let told = monitors.refusal(CODED, chunks(1));
+    let why = "'osd erasure-code-profile set' for 'vmseal-2-1-host' with EPERM";
+    let look = "ceph osd erasure-code-profile get vmseal-2-1-host";
+    assert!(told.contains(why) && told.contains(look) && !told.contains("Name a user"), "{told}");
 }
 
 #[test]
