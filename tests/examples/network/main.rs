@@ -135,9 +135,10 @@ fn main() -> anyhow::Result<()> {
     let Line {} = Line::parse();
     let goals = network_goals()?;
     let machine = Machine::here(Path::new("qemu-storage-daemon"), Path::new("nbdkit"));
+    // Before there is a namespace: what it is built from is downloaded.
+    let image = shell_guest::redis_image()?;
     ensure!(own_namespace()?, "run it as root");
     bridge("br0", "10.77.0.1/24")?;
-    let image = shell_guest::redis_image()?;
     let here = Installation::probing()?;
     let host = here.json(&["host", "show", "here"])?;
     let accelerator = host["description"]["accelerator"]["kind"].as_str().context("no kind")?;
