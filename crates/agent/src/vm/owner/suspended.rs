@@ -47,11 +47,12 @@ impl Owner {
         self.require_known_queues()?;
         // Before the wait: it would end with a filter that began while the guest stood still, which is not the reason.
         self.require_no_panic()?;
+        self.require_tpm().await?;
         self.require_unsaved().await?;
         if !self.running().is_some_and(|running| running.live.paused) {
             self.until_served().await?;
         }
-        // After the wait: if the pool was mounted anew meanwhile, the TPM is lost.
+        // If the pool was mounted anew during the wait, the TPM is lost.
         self.require_tpm().await?;
         let kek = self.clone_kek()?;
         let spec = self.spec.clone();
