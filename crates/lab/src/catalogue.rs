@@ -39,6 +39,7 @@ const FILES: &[(&str, &str)] = &files![
     "c7",
     "h",
     "snapshot-io",
+    "snapshot-io-device",
     "encrypting-io",
     "snapshot-pause",
     "ceph-client",

@@ -668,6 +668,7 @@ pub(crate) mod tests {
             }
             let more = [
                 "snapshot-io",
+                "snapshot-io-device",
                 "encrypting-io",
                 "snapshot-pause",
                 "ceph-client",

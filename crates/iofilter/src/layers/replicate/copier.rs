@@ -20,6 +20,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::layers::leg::LegChain;
+use crate::layers::replicate::busy_piece::BusyPiece;
 use crate::layers::replicate::format::Purpose;
 use crate::layers::replicate::map::Copied;
 use crate::layers::replicate::pace::Bucket;
@@ -33,9 +34,6 @@ use crate::storage::own::LayerParts;
 
 /// How long a copy rests beside a busy guest, in times of what a piece took: the copy has a fifth of storage's time.
 const REST: u32 = 4;
-
-/// How much is copied at a time beside a busy guest, in bytes: what a guest's request waits for at most (docs/decisions/111).
-const BUSY_PIECE: usize = 128 * 1024;
 
 /// The longest rest: storage that hangs for a while does not stop the copy for a multiple of that.
 const REST_MAX: Duration = Duration::from_secs(1);
@@ -178,6 +176,9 @@ pub struct Copier {
     requests: u64,
     /// When the piece began that was the last, while nothing else was done since.
     begun: Option<Instant>,
+    /// The length of that piece, if it was copied beside a busy guest.
+    beside_guest: Option<usize>,
+    busy_piece: BusyPiece,
     /// The replica was truncated, and the map does not say so yet.
     cut: bool,
     /// The copy is at a server elsewhere: what that takes is not taken from the guest's storage.
@@ -228,6 +229,8 @@ impl Copier {
             bucket: Bucket::new(Instant::now()),
             requests: 0,
             begun: None,
+            beside_guest: None,
+            busy_piece: BusyPiece::default(),
             cut: false,
         }
     }
@@ -388,9 +391,11 @@ impl Copier {
                 at = hole;
                 continue;
             }
-            let most = if self.yield_to_the_guest()? { BUSY_PIECE } else { PIECE };
+            let busy = self.yield_to_the_guest()?;
+            let most = if busy { self.busy_piece.next() } else { PIECE };
             let length = usize::try_from(part - at).unwrap_or(most).min(most);
             self.wait_for_the_rate(length as u64)?;
+            self.beside_guest = busy.then_some(length);
             self.begun = Some(Instant::now());
             self.pipe.piece(chunk, at, length);
             if self.remote {
@@ -437,6 +442,9 @@ impl Copier {
                 self.pipe.drain();
             }
             let took = self.begun.take().map_or(Duration::ZERO, |begun| begun.elapsed());
+            if let Some(length) = self.beside_guest.take().filter(|_| !took.is_zero()) {
+                self.busy_piece.timed(length, took);
+            }
             let rest = (took * REST).min(REST_MAX);
             if !self.replicate.0.sleep(rest) {
                 return Err(Held::Stopped);

@@ -17,6 +17,7 @@
 //! The replica equals the disk when no chunk is marked. Until then its chunks are of different times, so it is not
 //! an image of one instant. See docs/decisions/043.
 
+mod busy_piece;
 pub mod chunks;
 pub mod copier;
 pub mod format;
