@@ -12,8 +12,10 @@ const SIZES: [usize; 4] = [16 << 10, 32 << 10, 64 << 10, 128 << 10];
 /// One piece in so many has the next larger size than the one in use, and one in so many the smallest.
 const TRY_EVERY: u32 = 16;
 
-/// By how much a time changes what is known of its size: an eighth. Single slow pieces say little.
-const WEIGHT: u32 = 8;
+/// By how much a time changes what is known of its size: a half if it is shorter, an eighth if it is longer. Single slow pieces, such as the
+/// first one, say little.
+const WEIGHT_SHORTER: u32 = 2;
+const WEIGHT_LONGER: u32 = 8;
 
 /// What is known of one size counts a single piece as at most so many times as long: one hang of storage is not remembered for long.
 const OUTLIER: u32 = 4;
@@ -44,12 +46,13 @@ impl BusyPiece {
     pub fn timed(&mut self, size: usize, took: Duration) {
         let Some(place) = SIZES.iter().position(|it| *it == size) else { return };
         let known = &mut self.took[place];
+        let weight = if took < *known { WEIGHT_SHORTER } else { WEIGHT_LONGER };
         *known = match known.is_zero() {
             true => took,
-            false => (*known * (WEIGHT - 1) + took.min(*known * OUTLIER)) / WEIGHT,
+            false => (*known * (weight - 1) + took.min(*known * OUTLIER)) / weight,
         };
-        // A quarter longer than the smallest.
-        let most = self.took[0] + self.took[0] / 4;
+        // An eighth longer than the smallest.
+        let most = self.took[0] + self.took[0] / 8;
         let small = self.took.iter().take_while(|it| !it.is_zero() && **it <= most);
         self.place = small.count().saturating_sub(1);
     }
@@ -99,8 +102,8 @@ mod tests {
         let all = sizes(&mut piece, 1600, each(0, 2));
         assert_eq!((of(16 << 10, &all), of(32 << 10, &all)), (1500, 100));
         let mut piece = BusyPiece::default();
-        // 240, 272, 336 µs.
-        let all = sizes(&mut piece, 1600, each(208, 2));
+        // 272, 304, 368 µs.
+        let all = sizes(&mut piece, 1600, each(240, 2));
         assert!(of(32 << 10, &all) > 1300, "{}", of(32 << 10, &all));
         assert_eq!(of(128 << 10, &all), 0);
     }
