@@ -33,7 +33,7 @@ pub(super) enum State {
     Missing,
     /// A former request has not come to its end.
     Unfinished,
-    /// It has its own name, whoever has made it.
+    /// It has the name that the request gives. vmseal or an administrator may have made it.
     Finished,
 }
 

@@ -122,9 +122,23 @@ mod tests {
     fn one_hang_of_storage_changes_little() {
         let mut piece = BusyPiece::default();
         sizes(&mut piece, 200, each(2000, 1));
-        piece.timed(16 << 10, Duration::from_secs(60));
         piece.timed(128 << 10, Duration::from_secs(60));
-        let later = sizes(&mut piece, 320, each(2000, 1));
-        assert!(of(128 << 10, &later) > 200, "{}", of(128 << 10, &later));
+        let later = sizes(&mut piece, 160, each(2000, 1));
+        assert!(of(128 << 10, &later) > 80, "{}", of(128 << 10, &later));
+
+        let mut piece = BusyPiece::default();
+        sizes(&mut piece, 200, each(0, 2));
+        piece.timed(16 << 10, Duration::from_secs(60));
+        let later = sizes(&mut piece, 160, each(0, 2));
+        assert!(of(16 << 10, &later) > 80, "{}", of(16 << 10, &later));
+    }
+
+    #[test]
+    fn the_first_piece_may_be_slow() {
+        let mut piece = BusyPiece::default();
+        piece.timed(16 << 10, MICROSECOND * 500);
+        // 32 µs.
+        let all = sizes(&mut piece, 160, each(0, 2));
+        assert!(of(16 << 10, &all) > 130, "{}", of(16 << 10, &all));
     }
 }
