@@ -143,20 +143,24 @@ fn check_alone(place: &Path) -> Result<(), Problem> {
 /// Measures a datastore. Blocks, and for long where a file system hangs.
 #[must_use]
 pub fn condition(spec: &DatastoreSpec) -> DatastoreCondition {
-    match marked(spec).and_then(usage) {
-        Ok(usage) => {
-            let (pools, osds) = (facts(&spec.location), osds(&spec.location));
-            let fencing = fencing(&spec.location);
-            let mounted = mounted(&spec.location);
-            let mount = mounted.as_ref().and_then(Mounted::facts);
-            let mounted_key = mounted.and_then(|it| it.key);
-            DatastoreCondition::Available { usage, pools, mounted_key, mount, osds, fencing }
-        }
+    match available(spec) {
+        Ok(available) => available,
         Err(problem) if problem.code == ErrorCode::WrongState => {
             DatastoreCondition::WrongMark { detail: problem.detail }
         }
         Err(problem) => DatastoreCondition::Unavailable { detail: problem.detail },
     }
+}
+
+fn available(spec: &DatastoreSpec) -> Result<DatastoreCondition, Problem> {
+    let usage = marked(spec).and_then(usage)?;
+    let (pools, osds) = (facts(&spec.location), osds(&spec.location));
+    let fencing = fencing(&spec.location);
+    // Last: what served the pool until here has given the other answers, or none.
+    let mounted = mounted(&spec.location)?;
+    let mount = mounted.as_ref().and_then(Mounted::facts);
+    let mounted_key = mounted.and_then(|it| it.key);
+    Ok(DatastoreCondition::Available { usage, pools, mounted_key, mount, osds, fencing })
 }
 
 #[cfg(test)]

@@ -360,11 +360,24 @@ pub fn fencing(of: &DatastoreLocation) -> Option<Fencing> {
     }
 }
 
-/// What the mount of a datastore says of itself; none of a directory, or where that is not said. Blocks.
-#[must_use]
-pub fn mounted(of: &DatastoreLocation) -> Option<Mounted> {
-    let DatastoreLocation::Rbd { path, .. } = of else { return None };
-    served_by(path)
+/// What the mount of a datastore says of itself; none of a directory, or where an earlier version serves the pool. Blocks.
+///
+/// # Errors
+/// `unreachable` where nobody serves the pool any more: what served it may have ended since it was mounted.
+pub fn mounted(of: &DatastoreLocation) -> Result<Option<Mounted>, Problem> {
+    let DatastoreLocation::Rbd { path, .. } = of else { return Ok(None) };
+    if let Some(told) = served_by(path) {
+        return Ok(Some(told));
+    }
+    if is_mounted(path) {
+        // Asked again: another process may have mounted it since.
+        return Ok(served_by(path));
+    }
+    let what = format!(
+        "the vmseal-rbd that served {} has ended: the pool is mounted by another one when it is needed next",
+        path.display()
+    );
+    Err(Problem::new(ErrorCode::Unreachable, what))
 }
 
 /// Whether `vmseal-rbd` has mounted something there, and serves it. Another file system would take the disks as well. Blocks, for as long
@@ -588,5 +601,14 @@ pub(crate) mod tests {
         assert_eq!(refused.detail.matches("AQ-the-key").count(), 1, "{refused}");
         assert!(!is_mounted(&place));
         assert!(!is_mounted(Path::new("/proc")), "something else is mounted there");
+    }
+
+    #[test]
+    fn a_pool_that_nobody_serves_any_more_is_not_taken_for_one_of_an_earlier_version() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_owned();
+        let ended = mounted(&DatastoreLocation::Rbd { path: path.clone(), pool: Box::new(pool()) });
+        assert_eq!(ended.unwrap_err().code, ErrorCode::Unreachable);
+        assert_eq!(mounted(&DatastoreLocation::Dir { path }).unwrap(), None);
     }
 }

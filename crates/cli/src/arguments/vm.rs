@@ -356,7 +356,7 @@ pub enum Vm {
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         rate: Option<u64>,
         /// How long the guest may stand still while the rest of its memory is sent (100ms, 2s): the memory is sent again and again
-        /// until what is left takes no longer [default: 300ms]
+        /// until what is left takes no longer [default: that of the policy, else 300ms]
         #[arg(long, value_name = "DURATION", value_parser = duration)]
         downtime: Option<Duration>,
         /// Compress the memory of a running VM before it is encrypted, where that gets it there sooner: for slow networks. Who
