@@ -2,17 +2,21 @@
 //! QEMU, and all of these at once. Each operation goes on or is undone, and a retry works.
 //!
 //! The VM runs, while fio in its guest writes and verifies, and another program there has its history judged: no write is lost, torn,
-//! stale or back again, and after a kill of QEMU all that was flushed is there. A run tries one moment of some of the operations.
-//! Or it is off, and its disk holds what it has to: a run tries one moment of one. They are chosen by a seed that is printed; with
-//! `VMSEAL_ALL`, all of all.
+//! stale or back again, and after a kill of QEMU all that was flushed is there. What a linked clone and an incremental backup have of its
+//! disks is of one instant. A run tries one moment of some of the operations. Or it is off, and its disk holds what it has to: a run
+//! tries one moment of one. They are chosen by a seed that is printed; with `VMSEAL_ALL`, all of all.
 
 #![allow(clippy::unwrap_used)] // a test that cannot go on ends
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+use vmseal_history::load::{Flushed, WRITERS};
 use vmseal_tests::eventually;
+use vmseal_tests::figures::bounced_bytes;
 use vmseal_tests::fio_guest::{
-    flushed, keep_history, ready, started, stop_and_check, write_and_verify,
+    flushed, keep_history, next_flushed, ready, started, stop_and_check, write_and_verify,
 };
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{
@@ -20,15 +24,30 @@ use vmseal_tests::held_steps::{
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
+use vmseal_tests::one_instant::{Disks, number_disks};
 use vmseal_tests::shell_guest::run;
 
 const VM: &str = "web";
 
+/// A linked clone of the VM while that runs, and a VM that is made of its incremental backup.
+const LINKED: &str = "linked";
+const AGAIN: &str = "again";
+
+/// What dies while the VM runs: first what its guest survives.
+const VICTIMS: [Victim; 5] =
+    [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu, Victim::Machine];
+
 /// How many blocks a second fio writes.
 const WRITES: u32 = 300;
 
+/// A step that no writer of the guest gets to.
+const NEVER: u64 = u32::MAX as u64;
+
 /// What an operator does, one after the other; at the end all is as it was at the beginning. `to` is a directory for backups, and `files`
 /// are for what is in the clear.
+///
+/// The VM that is made of a backup comes after a disk was added: that has started a filter which decrypts in its guest's memory, as no
+/// other VM has the data keys then. It is replaced once more, as that of the source of a linked clone is.
 fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
     let [exported, core, again] = files.each_ref().map(String::as_str);
     let of_snapshot = ["--snapshot", "one", "--format", "raw", "--plaintext", "--to", exported];
@@ -37,6 +56,8 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
         vec!["vm", "encrypt", VM, "--policy", "encrypted"],
         vec!["vm", "recrypt", VM],
         vec!["snapshot", "create", VM, "one"],
+        vec!["vm", "clone", VM, LINKED, "--linked", "--snapshot", "one"],
+        vec!["vm", "delete", LINKED],
         vec!["vm", "recrypt", VM, "--deep"],
         vec!["vm", "move", VM, "--datastore", "second"],
         vec!["backup", "create", VM, "full", "--to", to],
@@ -46,6 +67,7 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
         vec!["vm", "clone", VM, "twin"],
         vec!["vm", "delete", "twin"],
         [&["disk", "export", VM, "data"][..], &of_snapshot].concat(),
+        vec!["backup", "create", VM, "next"],
         vec!["snapshot", "delete", VM, "one"],
         vec!["backup", "verify", VM, "full"],
         vec!["snapshot", "delete", VM, "asleep"],
@@ -58,6 +80,8 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
         vec!["disk", "remove", VM, "extra"],
         vec!["nic", "add", VM, "--nic", "user,name=second"],
         vec!["nic", "remove", VM, "second"],
+        vec!["backup", "restore", VM, "next", "--as", AGAIN],
+        vec!["vm", "delete", AGAIN],
         vec!["vm", "suspend", VM],
         vec!["vm", "resume", VM],
         vec!["vm", "decrypt", VM, "--policy", "plain", "--yes"],
@@ -67,15 +91,59 @@ fn operations<'a>(to: &'a str, files: &'a [String; 3]) -> Vec<Vec<&'a str>> {
 /// What is made beside the VM, and is in the way of the next turn.
 fn tidy_up(here: &Installation, files: &[String]) {
     here.vmseal(&["vm", "delete", "copy"]).unwrap();
-    here.vmseal(&["backup", "delete", VM, "full"]).unwrap();
+    for backup in ["next", "full"] {
+        here.vmseal(&["backup", "delete", VM, backup]).unwrap();
+    }
     files.iter().for_each(|file| std::fs::remove_file(file).unwrap());
 }
+
+/// What an operation keeps of the disks, if another VM has that later.
+fn keeps(operation: &[&str]) -> Option<&'static str> {
+    match *operation {
+        ["snapshot", "create", VM, "one"] => Some("one"),
+        ["backup", "create", VM, "next"] => Some("next"),
+        _ => None,
+    }
+}
+
+/// After which flush of the guest, and before which one, each of these was kept.
+type Kept = BTreeMap<&'static str, [Flushed; 2]>;
 
 /// The guest that writes, reads and verifies.
 struct Guest {
     console: Console,
     /// How often it was killed with its QEMU.
     life: u32,
+}
+
+impl Guest {
+    /// It begins to write, in its life of this number; `former` is what it had flushed in the one before.
+    fn writes(mut console: Console, life: u32, former: Option<&str>) -> Self {
+        write_and_verify(&mut console, WRITES);
+        keep_history(&mut console, life, former);
+        number_disks(&mut console);
+        Self { console, life }
+    }
+
+    /// What it has flushed by a flush that it began after this was called.
+    fn next_flushed(&mut self) -> Flushed {
+        next_flushed(&mut self.console, self.life)
+    }
+
+    /// After which flush and before which one something was kept by an operation that began after this one, and may have been done `again`.
+    fn kept_since(&mut self, before: Flushed, again: bool) -> [Flushed; 2] {
+        let generation = u64::from(self.life);
+        if before.generation == generation {
+            return [before, self.next_flushed()];
+        }
+        if again {
+            // In this life, which began with a write of all units.
+            return [Flushed { generation, steps: [0; WRITERS] }, self.next_flushed()];
+        }
+        // Of the former life, which has ended meanwhile.
+        let after = Flushed { steps: [NEVER; WRITERS], ..before };
+        [before, after]
+    }
 }
 
 /// A guest that was killed with its QEMU: the VM starts again, and has what its guest had flushed.
@@ -89,21 +157,100 @@ fn started_again(here: &Installation, guest: Guest) -> Guest {
     let mut console = ready(here, VM);
     run(&mut console, "dd if=/dev/vda bs=1M skip=58 count=1 2>/dev/null | head -n 1", "FLUSHED")
         .unwrap();
-    write_and_verify(&mut console, WRITES);
-    keep_history(&mut console, life + 1, former.as_deref());
-    Guest { console, life: life + 1 }
+    Guest::writes(console, life + 1, former.as_deref())
 }
 
-/// Does an operation, and kills something at this moment of it; whether it has so many.
+/// An operation that was undone has left nothing of what it makes.
+fn has_left_nothing(here: &Installation, operation: &[&str]) {
+    match *operation {
+        ["vm", "clone", VM, other, ..] | ["backup", "restore", VM, _, "--as", other] => {
+            here.refused(&["vm", "show", other]).unwrap();
+        }
+        ["backup", "create", VM, backup, ..] => {
+            here.refused(&["backup", "show", VM, backup]).unwrap();
+            let known = here.json(&["backup", "list", VM]).unwrap();
+            let of_vms = std::fs::read_dir(here.path("backups")).unwrap();
+            let there = of_vms.map(|it| std::fs::read_dir(it.unwrap().path()).unwrap().count());
+            let there: usize = there.sum();
+            assert_eq!(there, known.as_array().unwrap().len(), "something of {backup} is left");
+        }
+        _ => {}
+    }
+    is_tidy(here);
+}
+
+/// There is nothing of a VM that the inventory does not have, and no snapshot that a task took for itself.
+fn is_tidy(here: &Installation) {
+    let vms = here.json(&["vm", "list"]).unwrap();
+    let is_known = |id: &str| vms.as_array().unwrap().iter().any(|vm| vm["id"] == id);
+    for datastore in ["datastore", "second"] {
+        let entries = std::fs::read_dir(here.path(datastore)).unwrap();
+        for home in entries.map(|it| it.unwrap()).filter(|it| it.path().is_dir()) {
+            let name = home.file_name();
+            assert!(name.to_str().is_some_and(is_known), "{name:?} is there, and its VM is not");
+        }
+    }
+    let snapshots = here.json(&["snapshot", "list", VM]).unwrap();
+    let is_asked_for = |it: &Value| ["one", "asleep"].iter().any(|name| it["name"] == *name);
+    assert!(snapshots.as_array().unwrap().iter().all(is_asked_for), "{snapshots}");
+}
+
+/// Nothing is decrypted in the guest's memory: another VM has the data keys.
+fn reads_through_buffers(here: &Installation) {
+    let bounced = || bounced_bytes(here, VM).ok().filter(|bytes| *bytes > 0);
+    eventually("what the guest reads goes through buffers", bounced).unwrap();
+}
+
+/// Looks at what an operation has made of what was kept of the disks, and that it has left nothing else.
+fn check(here: &Installation, operation: &[&str], kept: &Kept) {
+    match *operation {
+        ["vm", "clone", VM, LINKED, ..] => {
+            let shown = here.vm(LINKED).unwrap();
+            assert_eq!(shown["lifecycle"], "ready", "{shown}");
+            assert_eq!(shown["linked"]["vm"], VM, "{shown}");
+            assert_eq!(shown["linked"]["snapshot"], "one", "{shown}");
+            let snapshot = Disks::of(here, VM, Some("one"));
+            snapshot.are_of_one_instant(kept["one"].each_ref());
+            Disks::of(here, LINKED, None).are(&snapshot, "the linked clone");
+            reads_through_buffers(here);
+        }
+        ["backup", "create", VM, "next"] => {
+            // Above the other one in any case. Where it is not known what was changed, all of the disks is read.
+            let shown = here.json(&["backup", "show", VM, "next"]).unwrap();
+            assert_eq!(shown["parent"], "full", "{shown}");
+            eprintln!("read for the incremental backup: {} bytes", shown["read_bytes"]);
+        }
+        ["backup", "restore", VM, "next", ..] => {
+            Disks::of(here, AGAIN, None).are_of_one_instant(kept["next"].each_ref());
+            reads_through_buffers(here);
+        }
+        _ => {}
+    }
+    is_tidy(here);
+}
+
+/// What became of an operation in which something was to die.
+struct Tried {
+    /// Whether it has so many moments.
+    reached: bool,
+    /// Whether it was undone, and done again.
+    again: bool,
+}
+
+/// Does an operation, and kills something at this moment of it, if it has so many.
 fn disturbed(
     here: &mut Installation,
     held: &Path,
     guest: &mut Option<Guest>,
     operation: &[&str],
     (victim, moment): (Victim, Moment),
-) -> bool {
+) -> Tried {
     let Ended { at, guest_died, output, .. } = killed_at(here, held, VM, operation, victim, moment);
+    let again = !output.status.success();
     without_holding(held, || {
+        if again {
+            has_left_nothing(here, operation);
+        }
         // The task may have ended before the death of QEMU is reported.
         let seen = || {
             let power = here.vm(VM).ok()?["power"].as_str()?.to_owned();
@@ -111,7 +258,7 @@ fn disturbed(
         };
         if guest_died && eventually("QEMU's death is seen", seen).unwrap() == "off" {
             let unplugs = matches!(operation[..2], ["disk" | "nic", "remove"]);
-            let is_undone = unplugs && !output.status.success();
+            let is_undone = unplugs && again;
             if is_undone {
                 eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&output.stderr));
                 // What a guest is started with is unplugged while it is off.
@@ -131,7 +278,27 @@ fn disturbed(
             });
         }
     });
-    at.is_some()
+    Tried { reached: at.is_some(), again }
+}
+
+/// Who dies in an operation, and when: as the turn says, or by chance.
+fn dies(
+    turn: Option<(Victim, Moment)>,
+    operation: &[&str],
+    random: &mut fastrand::Rng,
+) -> (Victim, Moment) {
+    let by_chance = || {
+        // Those that cost a boot are tried less often.
+        let of = if random.u8(..8) == 0 { 5 } else { 3 };
+        (VICTIMS[random.usize(..of)], Moment::chosen(random))
+    };
+    match turn.unwrap_or_else(by_chance) {
+        // A guest that is suspended has neither.
+        (Victim::Filter | Victim::Qemu | Victim::Machine, moment) if operation[1] == "resume" => {
+            (Victim::Agent, moment)
+        }
+        at => at,
+    }
 }
 
 /// Each of these at every moment.
@@ -153,18 +320,20 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     here.vmseal(&["datastore", "add", "second", "--host", "here", "--path", &second]).unwrap();
     let flush = "echo FLUSHED | dd of=/dev/vda bs=1M seek=58 conv=notrunc,fsync 2>/dev/null";
     run(&mut console, &format!("{flush}; echo WROTE-$((6 * 7))"), "WROTE-42").unwrap();
-    write_and_verify(&mut console, WRITES);
-    keep_history(&mut console, 0, None);
+    let mut guest = Guest::writes(console, 0, None);
     let held = here.hold_steps().unwrap();
-    let mut guest = Some(Guest { console, life: 0 });
+    here.wait_hosts().unwrap();
+    // The server that passed it on has ended.
+    guest.console = console_again(&here, VM, guest.console);
+    let mut guest = Some(guest);
+    // Not `exported`, which the disks are read by.
     let files =
-        ["exported", "core", "core-again"].map(|name| text(&here.path(name)).unwrap().to_owned());
+        ["of-snapshot", "core", "core-again"].map(|it| text(&here.path(it)).unwrap().to_owned());
 
-    let victims = [Victim::Agent, Victim::Server, Victim::Filter, Victim::Qemu, Victim::Machine];
     let turns: Vec<Option<(Victim, Moment)>> = match all {
         // The whole machine at one moment: what it takes is that of QEMU and of the server together.
         true => std::iter::once((Victim::Machine, Moment::chosen(&mut random)))
-            .chain(every_moment(&victims[..4]))
+            .chain(every_moment(&VICTIMS[..4]))
             .map(Some)
             .collect(),
         false => vec![None],
@@ -172,6 +341,7 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     for turn in turns {
         let mut reached = false;
         let mut added_in = None;
+        let mut kept = Kept::new();
         for operation in operations(&to, &files) {
             match operation[..2] {
                 ["disk" | "nic", "add"] => added_in = guest.as_ref().map(|guest| guest.life),
@@ -188,25 +358,22 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
                 }
                 _ => {}
             }
+            let keeps = keeps(&operation);
+            let before = keeps.map(|_| guest.as_mut().unwrap().next_flushed());
+            let mut again = false;
             if turn.is_none() && !random.bool() {
                 without_holding(&held, || here.vmseal(&operation).unwrap());
-                continue;
+            } else {
+                let at = dies(turn, &operation, &mut random);
+                let tried = disturbed(&mut here, &held, &mut guest, &operation, at);
+                assert!(all || tried.reached, "nothing died in {operation:?}");
+                reached |= tried.reached;
+                again = tried.again;
             }
-            // A guest that is suspended has neither.
-            let alive = operation[1] != "resume";
-            let of_run = || {
-                // Those that cost a boot are tried less often.
-                let of = if random.u8(..8) == 0 { 5 } else { 3 };
-                (victims[random.usize(..of)], Moment::chosen(&mut random))
-            };
-            let (victim, moment) = turn.unwrap_or_else(of_run);
-            let victim = match victim {
-                Victim::Filter | Victim::Qemu | Victim::Machine if !alive => Victim::Agent,
-                victim => victim,
-            };
-            let has_it = disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
-            assert!(all || has_it, "nothing died in {operation:?}");
-            reached |= has_it;
+            if let Some((name, before)) = keeps.zip(before) {
+                kept.insert(name, guest.as_mut().unwrap().kept_since(before, again));
+            }
+            without_holding(&held, || check(&here, &operation, &kept));
         }
         without_holding(&held, || tidy_up(&here, &files));
         if !reached {
