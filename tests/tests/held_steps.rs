@@ -192,7 +192,7 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
                 without_holding(&held, || here.vmseal(&operation).unwrap());
                 continue;
             }
-            // A guest that is suspended has neither.
+            // A guest that is suspended has neither a filter nor QEMU, and has both after the last step.
             let alive = operation[1] != "resume";
             let of_run = || {
                 // Those that cost a boot are tried less often.
@@ -200,9 +200,10 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
                 (victims[random.usize(..of)], Moment::chosen(&mut random))
             };
             let (victim, moment) = turn.unwrap_or_else(of_run);
-            let victim = match victim {
-                Victim::Filter | Victim::Qemu | Victim::Machine if !alive => Victim::Agent,
-                victim => victim,
+            let (victim, moment) = match victim {
+                Victim::Filter if !alive && turn.is_none() => (victim, Moment::Last),
+                Victim::Qemu | Victim::Machine if !alive => (Victim::Agent, moment),
+                victim => (victim, moment),
             };
             let has_it = disturbed(&mut here, &held, &mut guest, &operation, (victim, moment));
             assert!(all || has_it, "nothing died in {operation:?}");
