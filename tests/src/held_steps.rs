@@ -45,6 +45,8 @@ pub enum Moment {
     Number(usize),
     /// At one of all that it has: this number chooses.
     OneOfAll(usize),
+    /// After the last step.
+    Last,
 }
 
 impl Moment {
@@ -60,6 +62,7 @@ impl Moment {
         match self {
             Self::Number(number) => number,
             Self::OneOfAll(chooses) => chooses % moments,
+            Self::Last => moments - 1,
         }
     }
 }
@@ -168,15 +171,36 @@ pub fn dying_at(
     here: &mut Installation,
     directory: &Path,
     (task, moment): (&str, Moment),
+    meanwhile: impl FnMut(&Installation),
+    die: impl FnOnce(&mut Installation, &Path),
+) -> Ended {
+    let mut seen = 0;
+    let is_it = |_: &Installation, step: &str| {
+        seen += 1;
+        seen - 1 == moment.of(moments_of(step))
+    };
+    let ended = dying_when(here, directory, task, is_it, meanwhile, die);
+    if ended.at.is_none() {
+        let moments = ended.moments;
+        eprintln!("task {task} has {moments} moments, and none is {moment:?}: nothing died");
+    }
+    ended
+}
+
+/// The same at the first moment of which `is_it` is true. It is asked at each, with what the server says of the step there.
+pub fn dying_when(
+    here: &mut Installation,
+    directory: &Path,
+    task: &str,
+    mut is_it: impl FnMut(&Installation, &str) -> bool,
     mut meanwhile: impl FnMut(&Installation),
     die: impl FnOnce(&mut Installation, &Path),
 ) -> Ended {
     let file = directory.join(task);
-    let (mut at, mut moments, mut seen, mut die) = (None, 0, 0, Some(die));
+    let (mut at, mut moments, mut die) = (None, 0, Some(die));
     while let Some(step) = next(here, &file, task, &mut meanwhile) {
         moments = moments_of(&step);
-        let dies = if seen == moment.of(moments) { die.take() } else { None };
-        seen += 1;
+        let dies = if is_it(here, &step) { die.take() } else { None };
         let Some(die) = dies else {
             std::fs::remove_file(&file).unwrap();
             continue;
@@ -188,9 +212,6 @@ pub fn dying_at(
         if here.server_process() == held {
             std::fs::remove_file(&file).unwrap();
         }
-    }
-    if at.is_none() {
-        eprintln!("task {task} has {moments} moments, and none is {moment:?}: nothing died");
     }
     let output = here.try_vmseal(&["task", "wait", task]).unwrap();
     here.wait_hosts().unwrap();

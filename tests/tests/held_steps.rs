@@ -20,12 +20,15 @@ use vmseal_tests::fio_guest::{
 };
 use vmseal_tests::guest::{Console, counter_disk};
 use vmseal_tests::held_steps::{
-    Ended, MOMENTS_MAX, Moment, NUMBER, all_of_all, killed_at, seeded, without_holding,
+    Ended, MOMENTS_MAX, Moment, NUMBER, all_of_all, begun, dying_when, killed_at, seeded,
+    without_holding,
 };
 use vmseal_tests::installation::{Installation, create, text};
 use vmseal_tests::kills::{Victim, console_again, retried};
 use vmseal_tests::one_instant::{Disks, number_disks};
+use vmseal_tests::process::kill_hard;
 use vmseal_tests::shell_guest::run;
+use vmseal_tests::two_hosts::FILTER;
 
 const VM: &str = "web";
 
@@ -292,11 +295,11 @@ fn dies(
         let of = if random.u8(..8) == 0 { 5 } else { 3 };
         (VICTIMS[random.usize(..of)], Moment::chosen(random))
     };
+    let is_suspended = operation[1] == "resume";
     match turn.unwrap_or_else(by_chance) {
-        // A guest that is suspended has neither.
-        (Victim::Filter | Victim::Qemu | Victim::Machine, moment) if operation[1] == "resume" => {
-            (Victim::Agent, moment)
-        }
+        // A guest that is suspended has neither a filter nor QEMU, and has both after the last step.
+        (Victim::Filter, _) if is_suspended && turn.is_none() => (Victim::Filter, Moment::Last),
+        (Victim::Qemu | Victim::Machine, moment) if is_suspended => (Victim::Agent, moment),
         at => at,
     }
 }
@@ -385,9 +388,17 @@ fn whatever_dies_at_a_step_of_whatever_operation_it_goes_on_or_is_undone() {
     without_holding(&held, || here.vmseal(&["vm", "stop", VM, "--force"]).unwrap());
 }
 
-/// The size of the disk of the VM that is off, and where noise is on it, in bytes.
+/// The size of the disk of the VM that is off, and where noise is on it, in bytes: on both sides of its middle. A conversion in place
+/// takes 16 MiB at a time at most, so that [`RATE`] holds it back before it is done.
 const DISK: u64 = 32 << 20;
-const NOISE: std::ops::Range<usize> = 4 << 20..12 << 20;
+const NOISE: std::ops::Range<usize> = 12 << 20..20 << 20;
+
+/// How much is converted in a second at most where the filter that converts is to die: so it works for some seconds.
+const RATE: &str = "2MiB";
+
+/// The moments at which a filter converts a disk in place, as the server tells them. The filter that copies a disk otherwise begins and
+/// ends within a step of the task, so that no moment has one.
+const CONVERTS: [&str; 2] = ["begin do After", "convert do Before"];
 
 /// Another VM, its disk, which is empty, and the command that makes it.
 const OTHER: &str = "other";
@@ -449,6 +460,17 @@ impl WhileOff {
             Self::Delete => &["vm", "delete", OTHER],
         }
     }
+
+    fn is_in_place(self) -> bool {
+        matches!(self, Self::EncryptInPlace | Self::RecryptInPlace | Self::DecryptInPlace)
+    }
+}
+
+/// Whether a filter has begun to convert the disk of the VM that is off: it notes that in a journal, which is all zeroes before.
+fn converts(here: &Installation) -> bool {
+    let is_journal = |file: &PathBuf| file.extension().is_some_and(|it| it == "in-place-journal");
+    let journal = here.home_files(VM).unwrap().into_iter().find(is_journal).unwrap();
+    std::fs::read(journal).unwrap().chunks(4096).any(|part| part != [0; 4096])
 }
 
 /// A VM that is off: the counting guest, and noise on its disk.
@@ -513,13 +535,33 @@ impl Off {
     /// Does an operation, and kills something at this moment of it; whether it has so many.
     fn disturbed(&mut self, operation: WhileOff, (victim, moment): (Victim, Moment)) -> bool {
         let command = operation.command();
-        let Ended { at, output, .. } =
-            killed_at(&mut self.here, &self.held, VM, command, victim, moment);
+        let Ended { at, output, .. } = match victim {
+            Victim::Filter => self.converted_without_filter(command, moment),
+            _ => killed_at(&mut self.here, &self.held, VM, command, victim, moment),
+        };
         if !output.status.success() {
             eprintln!("undone: {operation:?}: {}", String::from_utf8_lossy(&output.stderr));
             self.does(&[command]);
         }
         at.is_some()
+    }
+
+    /// Converts the disk in place, and kills the filter that does so at one of the moments that have one: another one goes on.
+    fn converted_without_filter(&mut self, command: &[&str], moment: Moment) -> Ended {
+        let step = CONVERTS[moment.of(CONVERTS.len())];
+        eprintln!("{command:?}: the filter is killed at '{step}'");
+        let task = begun(&self.here, &[command, &["--rate", RATE]].concat());
+        let die = |here: &mut Installation, _: &Path| {
+            eventually("a filter converts", || converts(here).then_some(())).unwrap();
+            // Its directory is not that of the VM: no guest has it.
+            let found = here.guest_processes(FILTER);
+            assert!(!found.is_empty(), "no filter converts the disk any more");
+            found.into_iter().for_each(kill_hard);
+        };
+        let is_it = |_: &Installation, at: &str| at.contains(step);
+        let ended = dying_when(&mut self.here, &self.held, &task, is_it, |_| {}, die);
+        assert!(ended.output.status.success(), "no other one goes on: {:?}", ended.output);
+        ended
     }
 
     /// Whether a VM is running or off, as soon as that is known.
@@ -595,11 +637,16 @@ impl Off {
 fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_what_it_has_to() {
     let (all, mut random) = (all_of_all(), seeded());
     let mut off = Off::new(&mut random);
-    let victims = [Victim::Agent, Victim::Server, Victim::Machine];
+    let victims = [Victim::Agent, Victim::Server, Victim::Machine, Victim::Filter];
     let one = WhileOff::ALL[random.usize(..WhileOff::ALL.len())];
+    // Only a conversion in place has moments with a filter.
+    let of = if one.is_in_place() { 4 } else { 3 };
     let turns: Vec<(Victim, Moment)> = match all {
-        true => every_moment(&victims).collect(),
-        false => vec![(victims[random.usize(..victims.len())], Moment::chosen(&mut random))],
+        true => (0..CONVERTS.len())
+            .map(|moment| (Victim::Filter, Moment::Number(moment)))
+            .chain(every_moment(&victims[..3]))
+            .collect(),
+        false => vec![(victims[random.usize(..of)], Moment::chosen(&mut random))],
     };
     // Each turn leaves the disk as the guest had it after one more boot.
     for (turn, at) in turns.into_iter().enumerate() {
@@ -607,7 +654,8 @@ fn whatever_dies_at_a_step_of_an_operation_of_a_vm_that_is_off_its_disk_holds_wh
         let mut reached = false;
         for operation in WhileOff::ALL {
             off.prepare(operation, booted);
-            if all || operation == one {
+            let has_victim = operation.is_in_place() || !matches!(at.0, Victim::Filter);
+            if (all || operation == one) && has_victim {
                 reached |= off.disturbed(operation, at);
             } else {
                 off.does(&[operation.command()]);
