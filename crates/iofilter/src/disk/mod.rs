@@ -53,7 +53,7 @@ impl Disk {
     /// buffers of their own, which share [`POOLS_BYTES`].
     #[must_use]
     pub fn of(stack: Stack, read_only: bool, pools: usize) -> Self {
-        let most = if stack.storage().is_a_device() { DEVICE_POOL_BYTES } else { QUEUE_POOL_BYTES };
+        let most = if stack.is_a_device() { DEVICE_POOL_BYTES } else { QUEUE_POOL_BYTES };
         let pool_bytes = (POOLS_BYTES / pools.max(1)).min(most);
         let bitmaps = Arc::new(Bitmaps::new(stack.boundary(0).size));
         Self { stack, read_only, pool_bytes, cipher_time: Arc::default(), bitmaps }

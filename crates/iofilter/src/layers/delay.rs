@@ -37,6 +37,10 @@ impl Layer for Delay {
         "delay"
     }
 
+    fn holds_back(&self) -> bool {
+        self.0.spec.microseconds + self.0.spec.jitter_microseconds > 0
+    }
+
     fn filter(&self, _place: &Place) -> std::io::Result<Box<dyn Filter>> {
         let random = fastrand::Rng::with_seed(self.0.spec.seed);
         let (held, hastened) = (BinaryHeap::new(), false);

@@ -125,6 +125,17 @@ impl Stack {
         self.lowest() < self.layers.len()
     }
 
+    /// Whether its chains have many requests in flight at a time, as over a device: a layer may imitate one.
+    #[must_use]
+    pub fn is_a_device(&self) -> bool {
+        self.storage.is_a_device() || self.hold_back(0)
+    }
+
+    /// Whether a layer from this one on holds back requests.
+    fn hold_back(&self, from: usize) -> bool {
+        self.layers.iter().skip(from).any(|layer| layer.holds_back())
+    }
+
     /// A chain of the layers from this one on over this storage, with buffers of so many bytes in all.
     ///
     /// # Errors
@@ -137,15 +148,17 @@ impl Stack {
         cipher_time: &Arc<CipherTime>,
         storage: Box<dyn Storage>,
     ) -> io::Result<Chain> {
-        let (works_at_once, shares) = (storage.works_at_once(), storage.shares_memory());
+        let (at_once, shares) = (storage.works_at_once(), storage.shares_memory());
         let filter = |index: usize| -> io::Result<Box<dyn Filter>> {
             let (below, cipher_time) = (self.boundary(index + 1), Arc::clone(cipher_time));
+            let works_at_once = at_once && !self.hold_back(index + 1);
             let lends = shares && index + 1 == self.layers.len();
             let place = Place { below, works_at_once, shares, lends, pool_bytes, cipher_time };
             self.layers[index].filter(&place)
         };
         let filters = (from..self.layers.len()).map(filter).collect::<io::Result<_>>()?;
-        Chain::new(self.boundary(from).size, read_only, filters, storage)
+        let chain = Chain::new(self.boundary(from).size, read_only, filters, storage)?;
+        Ok(chain.holding_back(self.hold_back(from)))
     }
 }
 
@@ -233,9 +246,15 @@ mod tests {
         }
     }
 
-    /// Notes whether it is to stand above storage that lends.
+    /// Notes where it is to stand.
     #[derive(Debug, Default)]
-    struct Notes(std::sync::Mutex<Vec<(bool, bool)>>);
+    struct Notes(std::sync::Mutex<Vec<Place>>);
+
+    impl Notes {
+        fn of<T>(&self, what: impl Fn(&Place) -> T) -> Vec<T> {
+            self.0.lock().unwrap().iter().map(what).collect()
+        }
+    }
 
     impl Layer for Notes {
         fn kind(&self) -> &'static str {
@@ -243,7 +262,7 @@ mod tests {
         }
 
         fn filter(&self, place: &Place) -> io::Result<Box<dyn Filter>> {
-            self.0.lock().unwrap().push((place.shares, place.lends));
+            self.0.lock().unwrap().push(place.clone());
             Ok(Box::new(Passes))
         }
 
@@ -285,8 +304,34 @@ mod tests {
         stack.chain(0, false, 1 << 20, &Arc::default(), storage()).unwrap();
         let shares = Box::new(Shares(storage()));
         stack.chain(0, false, 1 << 20, &Arc::default(), shares).unwrap();
-        let noted = notes.0.lock().unwrap();
-        assert_eq!(*noted, [(false, false), (false, false), (true, false), (true, true)]);
+        let noted = notes.of(|place| (place.shares, place.lends));
+        assert_eq!(noted, [(false, false), (false, false), (true, false), (true, true)]);
+    }
+
+    #[test]
+    fn what_is_above_a_layer_that_holds_back_works_as_above_a_device() {
+        let delay = |microseconds| {
+            let spec = vmseal_api::filter::DelaySpec {
+                operations: Vec::new(),
+                microseconds,
+                jitter_microseconds: 0,
+                reorders: false,
+                seed: 0,
+            };
+            Arc::new(crate::layers::delay::Delay::new(spec))
+        };
+        for (microseconds, is_a_device) in [(0, false), (300, true)] {
+            let notes = Arc::new(Notes::default());
+            let (above, below) = (Arc::clone(&notes) as _, Arc::clone(&notes) as _);
+            let layers: Vec<Arc<dyn Layer>> = vec![above, delay(microseconds), below];
+            let stack = Stack::new(layers, DiskStorage::Mem(MemDisk::new(SIZE as usize)), SIZE);
+            let storage = stack.storage().queue().unwrap();
+            let chain = stack.chain(0, false, 1 << 20, &Arc::default(), storage).unwrap();
+            let noted = notes.of(|place| place.works_at_once);
+            assert_eq!(noted, [!is_a_device, true], "{microseconds}");
+            assert_eq!(stack.is_a_device(), is_a_device, "{microseconds}");
+            assert_eq!(chain.works_at_once(), !is_a_device, "{microseconds}");
+        }
     }
 
     #[test]

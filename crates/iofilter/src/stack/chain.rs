@@ -457,6 +457,8 @@ pub struct Chain {
     deadline: Option<Instant>,
     waker: Waker,
     bitmaps: Option<Arc<Bitmaps>>,
+    /// Whether a filter holds requests back.
+    holds_back: bool,
     flight: Arc<Flight>,
 }
 
@@ -496,8 +498,16 @@ impl Chain {
             deadline: None,
             waker: Waker::new()?,
             bitmaps: None,
+            holds_back: false,
             flight: Arc::new(Flight::new(capacity)),
         })
+    }
+
+    /// The same chain, one of whose filters holds requests back, or none of which does.
+    #[must_use]
+    pub fn holding_back(mut self, holds_back: bool) -> Self {
+        self.holds_back = holds_back;
+        self
     }
 
     /// The same chain, with its changes marked in the disk's dirty bitmaps.
@@ -754,10 +764,10 @@ impl Chain {
         self.deadline
     }
 
-    /// Whether storage completes requests as they are submitted ([`Storage::works_at_once`]).
+    /// Whether requests are completed as they are submitted: by storage ([`Storage::works_at_once`]), and no filter holds them back.
     #[must_use]
     pub fn works_at_once(&self) -> bool {
-        self.storage.works_at_once()
+        !self.holds_back && self.storage.works_at_once()
     }
 }
 

@@ -34,7 +34,7 @@ impl Boundary {
 pub struct Place {
     /// What is below it.
     pub below: Boundary,
-    /// Whether the chain's storage completes requests as they are submitted.
+    /// Whether what is below it completes requests as they are submitted.
     pub works_at_once: bool,
     /// Whether the chain's storage moves what is in shared memory without copying it ([`Pool::shared`]). Nothing but
     /// what storage gets may be in such memory.
@@ -74,6 +74,11 @@ pub trait Layer: Debug + Send + Sync {
     /// Whether zeroes below it are zeroes above it, and nothing else is.
     fn keeps_zeroes(&self) -> bool {
         true
+    }
+
+    /// Whether it holds back requests, so that what is below it takes its time as a device does.
+    fn holds_back(&self) -> bool {
+        false
     }
 
     /// Makes the filter for one more queue, at this place.
