@@ -47,6 +47,13 @@ small = { rounds = 2, seconds = 0.5, size_mib = 16 }
 full = { rounds = 2, seconds = 0.5, size_mib = 16 }
 "#;
 
+/// The experiment with other systems.
+fn with_systems(systems: &[&str]) -> String {
+    let (before, rest) = EXPERIMENT.split_once("systems = [").unwrap();
+    let (_, after) = rest.split_once(']').unwrap();
+    format!("{before}systems = {systems:?}{after}")
+}
+
 /// Whether there is a cluster to be had, by root, as the laboratory mounts pools. Where not, the run says why.
 fn can_run() -> bool {
     let root = nix::unistd::geteuid().is_root();
@@ -101,14 +108,23 @@ fn librbd_and_fio_are_measured_beside_vmseal_on_one_pool() {
 }
 
 #[test]
+fn several_clients_are_measured_that_each_mount_the_pool() {
+    if !can_run() {
+        return;
+    }
+    let systems = ["vmseal-encrypted", "vmseal-plain"];
+    let experiment = with_systems(&systems).replace("[matrix]", "[matrix]\nclients = [2]");
+    let Some(cells) = cells_of(&experiment, "install Debian's package") else { return };
+    are_measured(&systems, &cells);
+}
+
+#[test]
 fn librbd_in_the_filter_s_process_is_measured_beside_vmseal_rbd() {
     if !can_run() {
         return;
     }
     let systems = ["vmseal-encrypted", "vmseal-encrypted-one-process"];
-    let (before, rest) = EXPERIMENT.split_once("systems = [").unwrap();
-    let (_, after) = rest.split_once(']').unwrap();
-    let experiment = format!("{before}systems = {systems:?}{after}");
+    let experiment = with_systems(&systems);
     // `cargo test --workspace` builds it, and `cargo build` does not.
     let advice = "build it with: cargo build --release -p vmseal-lab --example librbd-in-filter";
     let Some(cells) = cells_of(&experiment, advice) else { return };

@@ -83,9 +83,6 @@ pub struct BenchArguments {
     /// The pool of systems that get to Ceph by its own library; only `vmseal lab run` has one.
     #[arg(skip)]
     pub pool: Option<RbdPool>,
-    /// The socket of what serves the pool as files, by which vmseal's filter gets to them.
-    #[arg(skip)]
-    pub channel: Option<PathBuf>,
 }
 
 impl Default for BenchArguments {
@@ -205,9 +202,9 @@ impl BenchArguments {
             wait: if self.poll { Wait::Poll } else { Wait::Sleep },
             verify: self.verify,
             directory: directory.clone(),
-            served: None,
+            served: Vec::new(),
             neighbours: section.neighbours,
-            size: self.size_mib * u64::from(section.disks) * MIB,
+            size: self.size_mib * u64::from(section.disks * section.clients) * MIB,
             cores: two_cores(),
         }
     }
@@ -313,7 +310,6 @@ impl BenchArguments {
             disks: if named_by_disks { SEVERAL } else { section.disks as usize },
             named_by_disks,
             by_files: FILES_SYSTEMS.contains(&id),
-            channel: self.channel.clone(),
             delay_us: section.delay_us,
             beside: match id {
                 "vmseal-plain-encrypting" => Some(Beside::Encrypting),
@@ -380,7 +376,8 @@ mod tests {
             for system in systems {
                 let encrypts = !system.id().ends_with("plain");
                 assert_eq!(system.encrypts(), encrypts, "{}", system.id());
-                let place = Place { directory: "/x".into(), storage: None, size: 64 << 20 };
+                let place =
+                    Place { directory: "/x".into(), storage: None, channel: None, size: 64 << 20 };
                 let disks = if system.id().contains("8") { 8 } else { 1 };
                 assert_eq!(system.places(&place).len(), disks, "{}", system.id());
             }

@@ -7,6 +7,8 @@
 //!         → each system in turn without work → stop all
 //! ```
 //! A system with a load generator of its own has no server in a round, and measures its cells itself.
+//!
+//! Where there are several clients, a system has a server for each of them: each has its own storage, and all have one core.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -70,8 +72,8 @@ pub struct Plan {
     pub verify: bool,
     /// Where the disks are, or only what belongs to them, where they are in `served`.
     pub directory: PathBuf,
-    /// Where the disks are that a process serves.
-    pub served: Option<ServedDirectory>,
+    /// Where the disks are that a process serves: for each client its own. Without one there is one client.
+    pub served: Vec<ServedDirectory>,
     /// The size of each system's disks together, in bytes; a multiple of the largest block.
     pub size: u64,
     /// How many CPU-bound threads share the server's core.
@@ -85,6 +87,8 @@ pub struct Plan {
 pub struct ServedDirectory {
     /// The directory.
     pub directory: PathBuf,
+    /// The socket by which filters get to its files without the file system.
+    pub channel: PathBuf,
     /// The process.
     pub process: u32,
     /// The processes that store what is in it: their CPU time is counted apart.
@@ -95,10 +99,15 @@ impl Plan {
     /// Where the files of the disks are.
     #[must_use]
     pub fn storage(&self) -> &Path {
-        match &self.served {
+        match self.served.first() {
             Some(served) => &served.directory,
             None => &self.directory,
         }
+    }
+
+    /// How many servers a system has, each with its own storage.
+    fn clients(&self) -> usize {
+        self.served.len().max(1)
     }
 
     /// What each system is measured at: loads, and doing nothing.
@@ -107,18 +116,18 @@ impl Plan {
         loads.chain(self.idle.then_some(IDLE)).collect()
     }
 
-    /// The CPU time of a server, and of what serves its files; apart from that, of what stores them.
-    fn clock(&self, system: &dyn System, server: &Server) -> Result<ProcessClock, LoadError> {
-        let served = self.served.as_ref().filter(|_| system.has_files());
+    /// The CPU time of servers, and of what serves their files; apart from that, of what stores them.
+    fn clock(&self, system: &dyn System, servers: &[Server]) -> Result<ProcessClock, LoadError> {
+        let served = self.served.iter().filter(|_| system.has_files());
         let served = served.map(|served| served.process);
-        let processes = [server.pid()].into_iter().chain(served);
+        let processes = servers.iter().map(Server::pid).chain(served);
         let clock = ProcessClock::of_all(processes).map_err(LoadError::Clock)?;
         clock.above(self.daemons().iter().copied()).map_err(LoadError::Clock)
     }
 
-    /// The processes that store the disks, where they are known.
+    /// The processes that store the disks, where they are known: those of all clients.
     fn daemons(&self) -> &[u32] {
-        match &self.served {
+        match self.served.first() {
             Some(served) => &served.daemons,
             None => &[],
         }
@@ -177,7 +186,7 @@ pub fn run_joined(
 /// The directory of a part, once there is room for its disks.
 fn root((plan, systems): &Part<'_>) -> Result<tempfile::TempDir, ExperimentError> {
     // The computed limit has a file, too, and so has what a disk is copied to; neither is on served storage.
-    let more = if plan.served.is_none() { 2 } else { 0 };
+    let more = if plan.served.is_empty() { 2 } else { 0 };
     check_room(plan, systems.len() + more)?;
     let root = tempfile::Builder::new().prefix("vmseal-lab-").tempdir_in(&plan.directory);
     root.map_err(|source| setting(&plan.directory, source))
@@ -240,10 +249,11 @@ impl Drop for Pinned {
     }
 }
 
-/// A system and the place of its files.
+/// A system and the places of its files, one for each client. What does something with a disk, or makes its load by itself,
+/// has one client.
 struct TestedSystem<'a> {
     system: &'a dyn System,
-    place: Place,
+    places: Vec<Place>,
 }
 
 impl TestedSystem<'_> {
@@ -257,8 +267,8 @@ struct Disks<'a> {
     plan: &'a Plan,
     systems: &'a [Box<dyn System>],
     root: &'a Path,
-    /// Those of `tested`, while a round lasts; none of one that starts for each cell.
-    servers: Vec<Option<Server>>,
+    /// Those of each of `tested`, while a round lasts; none of one that starts for each cell.
+    servers: Vec<Vec<Server>>,
     tested: Vec<TestedSystem<'a>>,
     computed_limit: Option<ComputedLimit>,
     home: Option<Home>,
@@ -267,17 +277,17 @@ struct Disks<'a> {
 /// The directories of the disks while a place lasts; both go with it.
 struct Home {
     directory: tempfile::TempDir,
-    /// Where the disks' files are, if not there.
-    storage: Option<tempfile::TempDir>,
+    /// Where the disks' files of each client are, if not there.
+    storages: Vec<tempfile::TempDir>,
 }
 
 impl Drop for Home {
     fn drop(&mut self) {
-        if stop::asked()
-            && let Some(storage) = self.storage.take()
-        {
-            // It goes with its pool. A cluster that does not answer would be asked for each of its files, without end.
-            let _ = storage.keep();
+        if stop::asked() {
+            for storage in self.storages.drain(..) {
+                // It goes with its pool. A cluster that does not answer would be asked for each of its files, without end.
+                let _ = storage.keep();
+            }
         }
     }
 }
@@ -286,20 +296,29 @@ impl Home {
     fn new(plan: &Plan, root: &Path) -> Result<Self, ExperimentError> {
         let made =
             |within: &Path| tempfile::tempdir_in(within).map_err(|source| setting(within, source));
-        let storage = plan.served.as_ref().map(|served| made(&served.directory)).transpose()?;
-        Ok(Self { directory: made(root)?, storage })
+        let storages = plan.served.iter().map(|served| made(&served.directory));
+        Ok(Self { storages: storages.collect::<Result<_, _>>()?, directory: made(root)? })
     }
 
-    /// Makes the place of a system.
-    fn place(&self, system: &str, size: u64) -> Result<Place, ExperimentError> {
+    /// Makes the places of a system.
+    fn places(&self, plan: &Plan, system: &str) -> Result<Vec<Place>, ExperimentError> {
+        (0..plan.clients()).map(|client| self.place(plan, system, client)).collect()
+    }
+
+    /// Makes the place of a system for a client, on that client's storage.
+    fn place(&self, plan: &Plan, system: &str, client: usize) -> Result<Place, ExperimentError> {
         let made = |within: &tempfile::TempDir| -> Result<PathBuf, ExperimentError> {
-            let directory = within.path().join(system);
+            let directory = within.path().join(format!("{system}-{client}"));
             let made = std::fs::create_dir(&directory);
             made.map_err(|source| setting(&directory, source))?;
             Ok(directory)
         };
-        let storage = self.storage.as_ref().map(made).transpose()?;
-        Ok(Place { directory: made(&self.directory)?, storage, size })
+        Ok(Place {
+            directory: made(&self.directory)?,
+            storage: self.storages.get(client).map(made).transpose()?,
+            channel: plan.served.get(client).map(|served| served.channel.clone()),
+            size: plan.size / plan.clients() as u64,
+        })
     }
 }
 
@@ -332,7 +351,7 @@ impl Subject for Disks<'_> {
         for tested in &self.tested {
             let system = tested.system;
             let starts = !system.starts_for_each_cell() && system.own_load().is_none();
-            self.servers.push(starts.then(|| self.start(tested)).transpose()?);
+            self.servers.push(if starts { self.start(tested)? } else { Vec::new() });
         }
         Ok(())
     }
@@ -353,19 +372,17 @@ impl Subject for Disks<'_> {
         if let Some(load) = tested.system.own_load() {
             return self.cell_by_itself(point, tested, load);
         }
-        let own = match &self.servers[at] {
-            Some(_) => None,
-            None => Some(self.start(tested)?),
-        };
-        let Some(server) = own.as_ref().or(self.servers[at].as_ref()) else { return Ok(None) };
+        let own = if self.servers[at].is_empty() { self.start(tested)? } else { Vec::new() };
+        let servers = if own.is_empty() { &self.servers[at] } else { &own };
         if point.workload == IDLE {
-            let idle = idle::measure(server, &WAKING, self.plan.cell, point.round, point.system)
-                .map_err(|source| tested.failed(&WAKING, source))?;
+            let idle =
+                idle::measure(&servers[0], &WAKING, self.plan.cell, point.round, point.system)
+                    .map_err(|source| tested.failed(&WAKING, source))?;
             return Ok(Some(Sample::Idle(idle)));
         }
         let workload = self.plan.workloads.iter().find(|it| it.id == point.workload);
         let Some(workload) = workload else { return Ok(None) };
-        let cell = self.cell(point.round, workload, tested, server);
+        let cell = self.cell(point.round, workload, tested, servers);
         cell.map(Some).map_err(|source| tested.failed(workload, source))
     }
 
@@ -381,27 +398,31 @@ impl<'a> Disks<'a> {
         Self { plan, systems, root, servers, tested, computed_limit: None, home: None }
     }
 
-    fn start(&self, tested: &TestedSystem<'_>) -> Result<Server, ExperimentError> {
-        Ok(tested.system.start(&tested.place, self.plan.cores.map(|cores| cores.server))?)
+    /// A server for each client, all on one core.
+    fn start(&self, tested: &TestedSystem<'_>) -> Result<Vec<Server>, ExperimentError> {
+        let core = self.plan.cores.map(|cores| cores.server);
+        let servers = tested.places.iter().map(|place| tested.system.start(place, core));
+        Ok(servers.collect::<Result<_, _>>()?)
     }
 
     /// Makes a disk full of the pattern. The server is restarted before it is read back.
     fn set_up(&mut self, system: &'a dyn System, home: &Home) -> Result<(), ExperimentError> {
-        let tested = TestedSystem { system, place: home.place(system.id(), self.plan.size)? };
-        system.prepare(&tested.place)?;
-        let places = system.places(&tested.place);
+        let tested = TestedSystem { system, places: home.places(self.plan, system.id())? };
+        tested.places.iter().try_for_each(|place| system.prepare(place))?;
         for direction in [Direction::Write, Direction::Read] {
-            let server = self.start(&tested)?;
+            let servers = self.start(&tested)?;
             let workload = Workload { direction, ..FILL };
-            for (disk, place) in places.iter().enumerate() {
-                let clock = self.plan.clock(system, &server);
-                let clock = clock.map_err(|it| tested.failed(&workload, it))?;
-                whole_disk(&server, &clock, (disk, place.size), &workload)
-                    .map_err(|source| tested.failed(&workload, source))?;
+            let clock = self.plan.clock(system, &servers);
+            let clock = clock.map_err(|it| tested.failed(&workload, it))?;
+            for (server, place) in servers.iter().zip(&tested.places) {
+                for (disk, place) in system.places(place).iter().enumerate() {
+                    whole_disk(server, &clock, (disk, place.size), &workload)
+                        .map_err(|source| tested.failed(&workload, source))?;
+                }
             }
         }
-        for place in &places {
-            check_at_rest(system, place, Pattern::new(PATTERN_SEED))?;
+        for place in tested.places.iter().flat_map(|place| system.places(place)) {
+            check_at_rest(system, &place, Pattern::new(PATTERN_SEED))?;
         }
         self.tested.push(tested);
         Ok(())
@@ -468,7 +489,7 @@ impl<'a> Disks<'a> {
         let told = |error| tested.failed(workload, LoadError::Clock(error));
         let storage = ProcessClock::of_all(daemons.iter().copied()).map_err(told)?;
         let before = storage.read().map_err(told)?;
-        let found = load.measure(&tested.place, workload, times, u64::from(point.round))?;
+        let found = load.measure(&tested.places[0], workload, times, u64::from(point.round))?;
         // It works while the load warms up, too: that part is taken off by its share of the time.
         let measured = found.elapsed.as_secs_f64();
         let storage = storage.read().map_err(told)?.saturating_sub(before);
@@ -490,13 +511,11 @@ impl<'a> Disks<'a> {
         round: u32,
         workload: &Workload,
         tested: &TestedSystem<'_>,
-        server: &Server,
+        servers: &[Server],
     ) -> Result<Sample, LoadError> {
-        let clock = self.plan.clock(tested.system, server)?;
+        let clock = self.plan.clock(tested.system, servers)?;
         // Connected until all is read: what a server allocates for a guest counts as its memory, too.
-        let mut initiators = (0..server.sockets().len())
-            .map(|disk| connect(server, disk, workload, self.plan.wait))
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut initiators = connect_all(servers, workload, self.plan.wait)?;
         let core = self.plan.cores.map(|cores| cores.server);
         let neighbours = match self.plan.neighbours {
             0 => None,
@@ -504,20 +523,22 @@ impl<'a> Disks<'a> {
         };
         let half = self.plan.warm_up + self.plan.cell / 2;
         let (measured, acted) = std::thread::scope(|scope| {
-            let acting = scope.spawn(|| tested.system.act(&tested.place, half));
+            let acting = scope.spawn(|| tested.system.act(&tested.places[0], half));
             let measured = self.load(round, workload, &mut initiators, &clock);
             (measured, acting.join().expect("it does not panic"))
         });
         let measured = measured?;
         let acted = acted.map_err(Box::new).map_err(LoadError::Beside)?;
         let neighbour = neighbours.map(Neighbours::end);
+        let memory = servers.iter().map(|server| clock::own_memory(server.pid()));
+        let memory = memory.sum::<std::io::Result<u64>>().map_err(LoadError::Clock)?;
 
         let seconds = measured.elapsed.as_secs_f64();
         let requests = measured.requests as f64;
         let share = |time: Duration| time.as_secs_f64() / seconds;
         let cell = Cell {
             gap: measured.gaps.longest(acted).as_nanos() as f64,
-            memory: clock::own_memory(server.pid()).map_err(LoadError::Clock)? as f64,
+            memory: memory as f64,
             // Neighbours are threads of the client's process. They ran during the warm-up, too.
             client_busy: share(measured.client.saturating_sub(neighbour.map_or_else(
                 Duration::default,
@@ -566,9 +587,54 @@ fn connect(
     server.connect(disk, workload.depth, workload.block, wait)
 }
 
+/// Of all disks of all servers.
+fn connect_all(
+    servers: &[Server],
+    workload: &Workload,
+    wait: Wait,
+) -> Result<Vec<Box<dyn Initiator>>, InitiatorError> {
+    let mut initiators = Vec::new();
+    for server in servers {
+        for disk in 0..server.sockets().len() {
+            initiators.push(connect(server, disk, workload, wait)?);
+        }
+    }
+    Ok(initiators)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arguments::BenchArguments;
+    use crate::sections::SECTIONS;
+
+    #[test]
+    fn each_client_has_its_disks_on_its_own_storage_and_the_socket_of_that() {
+        let mounts = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let root = tempfile::tempdir().unwrap();
+        let served = |mount: &tempfile::TempDir| ServedDirectory {
+            directory: mount.path().to_owned(),
+            channel: mount.path().join("socket"),
+            process: std::process::id(),
+            daemons: Vec::new(),
+        };
+        let of_one = BenchArguments::default().plan(&SECTIONS[0]);
+        let plan = Plan { served: mounts.iter().map(served).collect(), ..of_one.clone() };
+        let home = Home::new(&plan, root.path()).unwrap();
+        let places = home.places(&plan, "mine").unwrap();
+        assert_eq!(places.len(), 2);
+        assert_ne!(places[0].directory, places[1].directory);
+        for (place, served) in places.iter().zip(&plan.served) {
+            assert!(place.directory.starts_with(root.path()), "{place:?}");
+            assert!(place.disk().starts_with(&served.directory), "{place:?}");
+            assert_eq!(place.channel.as_ref(), Some(&served.channel));
+            assert_eq!(place.size, plan.size / 2);
+        }
+        let home = Home::new(&of_one, root.path()).unwrap();
+        let places = home.places(&of_one, "mine").unwrap();
+        assert_eq!((places.len(), places[0].size), (1, of_one.size));
+        assert_eq!((&places[0].storage, &places[0].channel), (&None, &None));
+    }
 
     #[test]
     fn after_a_section_the_thread_has_its_cores_again() {

@@ -52,7 +52,7 @@ pub struct Cell {
     /// The longest time in which no request ended, in nanoseconds; of a system with which something is done, only then; of
     /// a migration, the time in which the guest stood still, or the longest that a client waited for its answer.
     pub gap: f64,
-    /// The server's private memory (RssAnon) afterwards, in bytes.
+    /// The private memory (RssAnon) of the server afterwards, or of those of all clients together, in bytes.
     pub memory: f64,
     /// The share of the time that the server was on a CPU; above 1 with several threads.
     pub server_busy: f64,

@@ -465,7 +465,7 @@ pub(crate) mod tests {
             verify: false,
             neighbours: 0,
             directory: "/proc".into(),
-            served: None,
+            served: Vec::new(),
             size: 1 << 30,
             cores: Some(Cores { server: 0, client: 1 }),
         };

@@ -253,8 +253,10 @@ impl RunArguments {
         observe: &mut dyn FnMut(Progress<'_>),
     ) -> Result<Found, ExperimentError> {
         match &definition.matter {
-            Matter::Disk(_, steps) => {
-                self.disk(definition, steps.extent(self.full), &self.mount(pools)?, observe)
+            Matter::Disk(matrix, steps) => {
+                let clients = matrix.clients.iter().copied().max().unwrap_or(1);
+                let stored = self.mount(pools, clients)?;
+                self.disk(definition, steps.extent(self.full), &stored, observe)
             }
             Matter::Operation(matrix, steps) => {
                 let directory = match steps.storage {
@@ -301,7 +303,6 @@ impl RunArguments {
         let of = |section: &Section| stored.iter().find(|it| it.has(section));
         let bench = |section: &Section| BenchArguments {
             pool: of(section).map(|stored| stored.access.clone()),
-            channel: of(section).map(|stored| stored.channel.clone()),
             ..self.bench(extent)
         };
         let (mut measured, mut places, mut all) = (Vec::new(), Vec::new(), Outcome::default());
@@ -315,7 +316,8 @@ impl RunArguments {
             let mut parts = Vec::new();
             for section in together {
                 observe(Progress::Section(section.id, section.title));
-                let served = of(section).map(|stored| stored.served.clone());
+                let served = of(section).map(|stored| stored.served(section));
+                let served = served.unwrap_or_default();
                 let bench = bench(section);
                 let plan = Plan { served, ..bench.plan(section) };
                 parts.push((section, plan, bench.systems(section)));
@@ -353,6 +355,7 @@ impl RunArguments {
 
 fn place(definition: &Definition, section: &Section) -> Place {
     let numbers = [
+        ("clients", u64::from(section.clients)),
         ("disks", u64::from(section.disks)),
         ("delay_us", section.delay_us),
         ("neighbours", u64::from(section.neighbours)),

@@ -42,6 +42,8 @@ pub struct Section {
     pub places: u32,
     /// How many disks a server has, each with a client of its own.
     pub disks: u32,
+    /// How many clients of Ceph there are: each mounts the pool for itself, and has a server of its own.
+    pub clients: u32,
     /// The latency that is added to the storage, in microseconds.
     pub delay_us: u64,
     /// How many CPU-bound threads share the server's core.
@@ -75,11 +77,12 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
     let (clusters, redundancies) = (or_none(&matrix.clusters), or_none(&matrix.redundancy));
     let pools: Vec<_> = pairs(&clusters, &redundancies).collect();
     let mut sections = Vec::new();
-    for &disks in &matrix.disks {
+    for (clients, disks) in pairs(&matrix.clients, &matrix.disks) {
         for &delay_us in &matrix.delay_us {
             for (neighbours, (cluster, redundancy)) in pairs(&matrix.neighbours, &pools) {
                 let mut suffix = String::new();
                 for (name, value, values) in [
+                    ("clients", u64::from(clients), matrix.clients.len()),
                     ("disks", u64::from(disks), matrix.disks.len()),
                     ("us", delay_us, matrix.delay_us.len()),
                     ("neighbours", u64::from(neighbours), matrix.neighbours.len()),
@@ -114,6 +117,7 @@ pub fn of_definition(definition: &Definition) -> Vec<Section> {
                     cuts: steps.cuts,
                     places: steps.places,
                     disks,
+                    clients,
                     delay_us,
                     neighbours,
                     cluster,
@@ -142,7 +146,7 @@ impl Section {
     /// Whether it differs from another one of the same experiment in its pool alone: they are measured in turn.
     #[must_use]
     pub fn is_beside(&self, other: &Self) -> bool {
-        let place = |it: &Self| (it.disks, it.delay_us, it.neighbours);
+        let place = |it: &Self| (it.clients, it.disks, it.delay_us, it.neighbours);
         place(self) == place(other)
     }
 
@@ -219,36 +223,40 @@ mod tests {
             let axes = "clusters = [\"crc\", \"secure\", \"osd\"]\nredundancy = [\"raid1\"]";
             let text = file.replacen(axes, clusters, 1);
             assert_ne!(text, file);
-            let (disks, some) = ("disks = [8]", "disks = [1, 2]");
-            assert!(text.contains(disks));
+            let (clients, some) = ("clients = [8]", "clients = [1, 2]");
+            assert!(text.contains(clients));
             // Only the names are looked at: claims about clusters that are not there would be refused.
             let (text, _) = text.split_once("[claim]").unwrap();
-            let text = text.replacen(disks, some, 1);
+            let text = text.replacen(clients, some, 1);
             let path = Path::new("mine.toml");
             of_definition(&crate::definition::parse(path, &text).unwrap())
         };
         let named = sections("clusters = [\"crc\", \"osd\"]");
         let ids: Vec<_> = named.iter().map(|section| section.id).collect();
-        assert_eq!(ids, ["c3-1-disks-crc", "c3-1-disks-osd", "c3-2-disks-crc", "c3-2-disks-osd"]);
+        assert_eq!(
+            ids,
+            ["c3-1-clients-crc", "c3-1-clients-osd", "c3-2-clients-crc", "c3-2-clients-osd"]
+        );
+        assert_eq!((named[2].clients, named[2].disks), (2, 1));
         assert_eq!(named[1].cluster, Some(Setup::Osd));
-        assert!(named[1].workloads.iter().all(|load| load.id.ends_with("-1-disks-osd")));
+        assert!(named[1].workloads.iter().all(|load| load.id.ends_with("-1-clients-osd")));
         let one = sections("clusters = [\"secure\"]");
-        assert_eq!((one[0].id, one[0].cluster), ("c3-1-disks", Some(Setup::Secure)));
+        assert_eq!((one[0].id, one[0].cluster), ("c3-1-clients", Some(Setup::Secure)));
         let both = sections("clusters = [\"crc\", \"osd\"]\nredundancy = [\"raid1\", \"raid6\"]");
         let ids: Vec<_> = both.iter().take(4).map(|section| section.id).collect();
         assert_eq!(
             ids,
             [
-                "c3-1-disks-crc-raid1",
-                "c3-1-disks-crc-raid6",
-                "c3-1-disks-osd-raid1",
-                "c3-1-disks-osd-raid6"
+                "c3-1-clients-crc-raid1",
+                "c3-1-clients-crc-raid6",
+                "c3-1-clients-osd-raid1",
+                "c3-1-clients-osd-raid6"
             ]
         );
         let together: Vec<_> = both.chunk_by(Section::is_beside).map(<[_]>::len).collect();
         assert_eq!(together, [4, 4]);
         let first = sections("");
-        assert_eq!((first[0].id, first[0].cluster, first.len()), ("c3-1-disks", None, 2));
+        assert_eq!((first[0].id, first[0].cluster, first.len()), ("c3-1-clients", None, 2));
     }
 
     #[test]

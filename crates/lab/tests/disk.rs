@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use vmseal_api::filter::{ControlReply, Direct};
 use vmseal_initiator::{Initiator, InitiatorError, Operation, VhostUser, Wait};
 use vmseal_lab::clock::ProcessClock;
-use vmseal_lab::experiment::{self, Plan, Progress};
+use vmseal_lab::experiment::{self, Plan, Progress, ServedDirectory};
 use vmseal_lab::idle;
 use vmseal_lab::load::{self, Direction, Extent, LoadError, Order, Workload};
 use vmseal_lab::pattern::Pattern;
@@ -62,7 +62,6 @@ fn vmseal(encrypted: bool) -> Vmseal {
         disks: 1,
         named_by_disks: false,
         by_files: false,
-        channel: None,
         delay_us: 0,
         snapshot: None,
         beside: None,
@@ -75,7 +74,8 @@ fn serve() -> ServedDisk {
 
 fn serve_with(system: &dyn System) -> ServedDisk {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let place = Place { directory: directory.path().to_owned(), storage: None, size: SIZE };
+    let place =
+        Place { directory: directory.path().to_owned(), storage: None, channel: None, size: SIZE };
     system.prepare(&place).unwrap();
     let server = system.start(&place, None).unwrap();
     ServedDisk { server, place, _directory: directory }
@@ -306,7 +306,8 @@ fn what_is_written_after_a_snapshot_is_in_its_layer_alone() {
 #[test]
 fn a_server_that_cannot_start_says_why() {
     let directory = tempfile::tempdir().unwrap();
-    let place = Place { directory: directory.path().to_owned(), storage: None, size: SIZE };
+    let place =
+        Place { directory: directory.path().to_owned(), storage: None, channel: None, size: SIZE };
     let error = storage_daemon(false).start(&place, None).unwrap_err().to_string();
     assert!(error.contains("it ended with") && error.contains("No such file"), "{error}");
     let missing = StorageDaemon { daemon: program("/nonexistent/daemon"), ..storage_daemon(false) };
@@ -329,7 +330,7 @@ fn plan(directory: &Path, size: u64) -> Plan {
         wait: Wait::Sleep,
         verify: true,
         directory: directory.to_owned(),
-        served: None,
+        served: Vec::new(),
         size,
         cores: None,
     }
@@ -339,7 +340,12 @@ fn plan(directory: &Path, size: u64) -> Plan {
 fn eight_disks_hold_what_each_was_given_and_are_counted_together() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let eight = Vmseal { disks: 8, named_by_disks: true, ..vmseal(true) };
-    let place = Place { directory: directory.path().to_owned(), storage: None, size: 8 * SIZE };
+    let place = Place {
+        directory: directory.path().to_owned(),
+        storage: None,
+        channel: None,
+        size: 8 * SIZE,
+    };
     eight.prepare(&place).unwrap();
     let server = eight.start(&place, None).unwrap();
     let clock = ProcessClock::of(server.pid()).unwrap();
@@ -565,6 +571,58 @@ fn plans_that_are_measured_in_turn_have_disks_and_results_of_their_own() {
         assert_eq!(of_plan.count(), 2 * (2 * systems + 1));
     }
     for directory in [one, other] {
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
+    }
+}
+
+/// How many files have this name below a directory.
+fn files_named(name: &str, directory: &Path) -> usize {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let of = |path: std::path::PathBuf| match path.is_dir() {
+        true => files_named(name, &path),
+        false => usize::from(path.ends_with(name)),
+    };
+    entries.map(of).sum()
+}
+
+#[test]
+fn each_client_has_servers_of_its_own_and_its_disks_on_its_own_storage() {
+    let [directory, one, other] = [(); 3].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let storages = [&one, &other];
+    // As if this process served them; the systems get to their disks by the files alone.
+    let served = |storage: &tempfile::TempDir| ServedDirectory {
+        directory: storage.path().to_owned(),
+        channel: storage.path().join("socket"),
+        process: std::process::id(),
+        daemons: Vec::new(),
+    };
+    let plan = Plan {
+        served: storages.into_iter().map(served).collect(),
+        idle: false,
+        limit: false,
+        places: 1,
+        ..plan(directory.path(), 2 * SIZE)
+    };
+    let by_files = |encrypted| Vmseal { by_files: true, ..vmseal(encrypted) };
+    let systems: Vec<Box<dyn System>> = vec![Box::new(by_files(true)), Box::new(by_files(false))];
+    let mut rounds = 0;
+    let outcome = experiment::run(&plan, &systems, &mut |progress| {
+        if let Progress::Round(..) = progress {
+            rounds += 1;
+            // Both systems have a filter for each client.
+            assert_eq!(files_named("filter.json", directory.path()), 4);
+            for storage in storages {
+                assert_eq!(files_named("disk", storage.path()), 2);
+            }
+        }
+    });
+    let outcome = outcome.unwrap();
+    // Two loads in each of two rounds.
+    assert_eq!((rounds, outcome.cells.len()), (2, 8));
+    for cell in &outcome.cells {
+        assert!(cell.requests > 0 && cell.cpu_per_io > 0.0 && cell.memory > 0.0, "{cell:?}");
+    }
+    for directory in [&directory, &one, &other] {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "debris");
     }
 }

@@ -34,7 +34,7 @@ const AXIS_MAX: usize = 64;
 const POINTS_MAX: usize = 256;
 /// The longest id: it is part of a file's name, and of the names of loads.
 const ID_MAX: usize = 40;
-/// The most disks of one server, and the most neighbours of its core.
+/// The most disks of one server, the most neighbours of its core, and the most clients of Ceph.
 const MANY: u32 = 16;
 /// The most that is in flight of a disk, in MiB: as many of the largest requests as there may be.
 const IN_FLIGHT_MAX_MIB: u64 = 1024;
@@ -149,6 +149,9 @@ pub struct DiskMatrix {
     /// How many disks a server has, each with a client.
     #[serde(default = "one")]
     pub disks: Vec<u32>,
+    /// How many clients of Ceph there are, each with a mount of the pool and a server of its own.
+    #[serde(default = "one")]
+    pub clients: Vec<u32>,
     /// The latency that is added to the storage, below the encryption.
     #[serde(default = "zero")]
     pub delay_us: Vec<u64>,
@@ -231,6 +234,8 @@ pub struct Extent {
     pub size_mib: u64,
     /// How many disks a server has, in place of the matrix's.
     pub disks: Option<u32>,
+    /// How many clients of Ceph there are, in place of the matrix's.
+    pub clients: Option<u32>,
     /// The most requests in flight, where loads have more.
     pub depth: Option<u16>,
     /// The most that is in flight of a disk, in MiB, where loads have more: large requests are fewer then, and never none.
@@ -393,6 +398,7 @@ impl Definition {
         let numbers: BTreeMap<&'static str, Vec<u64>> = match &self.matter {
             Matter::Disk(matrix, _) => BTreeMap::from([
                 ("disks", wide(&matrix.disks)),
+                ("clients", wide(&matrix.clients)),
                 ("delay_us", matrix.delay_us.clone()),
                 ("neighbours", wide(&matrix.neighbours)),
             ]),
@@ -418,6 +424,9 @@ impl Definition {
             let extent = steps.extent(full);
             if let Some(disks) = extent.disks {
                 matrix.disks = vec![disks];
+            }
+            if let Some(clients) = extent.clients {
+                matrix.clients = vec![clients];
             }
             matrix.loads.iter_mut().for_each(|load| load.depth = extent.depth_of(load));
         }
@@ -520,11 +529,13 @@ impl Checked<'_> {
             let allowed = "false, as vmseal-rbd talks to `ceph` also without work";
             return self.refuse("steps.idle", steps.idle, allowed);
         }
-        let chosen = steps.small.disks.or(steps.full.disks);
+        let chosen = [steps.small, steps.full].map(|extent| extent.disks.or(extent.clients));
+        let several = matrix.disks != [1] || matrix.clients != [1] || chosen != [None; 2];
         if let Some(other) = others
-            && (matrix.disks != [1] || matrix.delay_us != [0] || chosen.is_some())
+            && (several || matrix.delay_us != [0])
         {
-            let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`";
+            let allowed = "only vmseal-encrypted and vmseal-plain have `disks` and `delay_us`, or \
+                           several `clients`";
             return self.refuse("matrix.systems", other, allowed);
         }
         self.loads(&matrix.loads)?;
@@ -671,7 +682,7 @@ pub(super) mod tests {
             (
                 "value = 0.95",
                 "value = 0.95\nwhere = { size = 3 }",
-                "keys are delay_us, disks, neighbours",
+                "keys are clients, delay_us, disks, neighbours",
             ),
         ] {
             let found = refused(from, to);
@@ -728,6 +739,20 @@ pub(super) mod tests {
             (client, "\"vhost-user-blk\"", "\"NBD\"", "with `vhost-user-blk`"),
             (client, "systems =", "neighbours = [1]\nsystems =", "without `neighbours`"),
             (client, "systems =", "disks = [4]\nsystems =", "have `disks` and `delay_us`"),
+            (client, "systems =", "clients = [4]\nsystems =", "or several `clients`"),
+            (client, "in_flight_mib", "clients = 4, in_flight_mib", "or several `clients`"),
+            (
+                GOOD,
+                "systems =",
+                "clients = [4]\nsystems =",
+                "matrix.clients: 4 is not allowed: only",
+            ),
+            (
+                GOOD,
+                "small = { ",
+                "small = { clients = 4, ",
+                "steps.small.clients: 4 is not allowed",
+            ),
             (client, "block = 4194304", "block = 8388608", "from 4096 to 4194304"),
             (disks, "storage = \"ceph\"", "storage = \"ceph\"\nidle = true", "steps.idle: true"),
             (operations, "\"clone\", \"snapshot\"]", "\"encrypt\"]", "encrypt is not allowed"),

@@ -1,9 +1,9 @@
-//! What the file of an experiment says of the pools of Ceph that have the disks: in which clusters they are, and how they keep
-//! data.
+//! What the file of an experiment says of the pools of Ceph that have the disks: in which clusters they are, how they keep data,
+//! and how many clients they have.
 
 use std::fmt;
 
-use super::{AxisValue, Checked, Definition, DefinitionError, DiskMatrix, DiskSteps, Matter};
+use super::{AxisValue, Checked, Definition, DefinitionError, DiskMatrix, DiskSteps, MANY, Matter};
 use crate::ceph::redundancy::Raid;
 use crate::ceph::setup::Setup;
 use crate::storage::Storage;
@@ -58,7 +58,24 @@ impl Checked<'_> {
         steps: &DiskSteps,
     ) -> Result<(), DefinitionError> {
         self.on_ceph("matrix.clusters", &matrix.clusters, steps)?;
-        self.on_ceph("matrix.redundancy", &matrix.redundancy, steps)
+        self.on_ceph("matrix.redundancy", &matrix.redundancy, steps)?;
+        self.clients(matrix, steps)
+    }
+
+    /// Only a pool of Ceph can be mounted for each client.
+    fn clients(&self, matrix: &DiskMatrix, steps: &DiskSteps) -> Result<(), DefinitionError> {
+        let key = "matrix.clients";
+        self.axis(key, &matrix.clients, (1, MANY))?;
+        let of_matrix = matrix.clients.iter().map(|clients| (key, *clients));
+        let extents = [("steps.small.clients", steps.small), ("steps.full.clients", steps.full)];
+        let of_steps = extents.iter().filter_map(|(key, it)| Some((*key, it.clients?)));
+        for (key, clients) in of_matrix.chain(of_steps) {
+            self.range(key, clients, (1, MANY))?;
+            if clients > 1 && steps.storage != Storage::Ceph {
+                return self.refuse(key, clients, "only on `ceph`");
+            }
+        }
+        Ok(())
     }
 
     /// A key whose values are each there once, and on Ceph alone.
@@ -119,7 +136,7 @@ mod tests {
             (
                 "where = { clusters = \"secure\" }",
                 "where = { cluster = \"secure\" }",
-                "claim.checks.where.cluster: secure is not allowed: keys are clusters, delay_us",
+                "claim.checks.where.cluster: secure is not allowed: keys are clients, clusters, delay_us",
             ),
             (
                 "loads = [\"c3-4m-random-read\"]",
@@ -127,7 +144,14 @@ mod tests {
                 "claim.checks.loads: c3-read is not allowed: a load of matrix.loads",
             ),
             ("depth = 16", "depth = 300", "steps.small.depth: 300 is not allowed: from 1 to 256"),
-            ("disks = 2", "disks = 99", "steps.small.disks: 99 is not allowed: from 1 to 16"),
+            ("clients = 2", "disks = 99", "steps.small.disks: 99 is not allowed: from 1 to 16"),
+            ("clients = 2", "clients = 99", "steps.small.clients: 99 is not allowed: from 1 to 16"),
+            (
+                "clients = [8]",
+                "clients = [8, 8]",
+                "matrix.clients: 8 is not allowed: each value once",
+            ),
+            ("clients = [8]", "clients = [0]", "matrix.clients: 0 is not allowed: from 1 to 16"),
         ] {
             let found = refused_of(good, from, to);
             assert!(found.contains(expected), "{found}\nnot: {expected}");

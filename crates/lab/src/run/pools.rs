@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! for each cluster: choose a directory → make pools
-//! mount all → measure the points that have a pool → unmount all
+//! mount all, once for each client → measure the points that have a pool → unmount all
 //! for each cluster: remove its pools
 //! ```
 
@@ -37,23 +37,33 @@ struct Pools {
     refused: Option<String>,
 }
 
-/// A pool that is mounted.
+/// A pool that is mounted, once for each client.
 pub(super) struct Stored {
     cluster: Option<Setup>,
     redundancy: Option<Raid>,
     /// How a client gets to it.
     pub(super) access: RbdPool,
-    pub(super) served: ServedDirectory,
-    /// The socket by which filters get to its images.
-    pub(super) channel: PathBuf,
-    /// It is unmounted with this.
-    _mount: Mount,
+    /// The processes that store what is in it.
+    daemons: Vec<u32>,
+    /// It is unmounted with them.
+    mounts: Vec<Mount>,
 }
 
 impl Stored {
     /// Whether it has the disks of a section.
     pub(super) fn has(&self, section: &Section) -> bool {
         (self.cluster, self.redundancy) == (section.cluster, section.redundancy)
+    }
+
+    /// Where the clients of a section have their disks.
+    pub(super) fn served(&self, section: &Section) -> Vec<ServedDirectory> {
+        let served = |mount: &Mount| ServedDirectory {
+            directory: mount.directory().to_owned(),
+            channel: mount.channel().to_owned(),
+            process: mount.process(),
+            daemons: self.daemons.clone(),
+        };
+        self.mounts.iter().take(section.clients as usize).map(served).collect()
     }
 }
 
@@ -146,19 +156,22 @@ impl RunArguments {
         usable.and_then(|it| operation::missing(&[&program]).map_or(Ok(it), Err))
     }
 
-    /// Mounts all pools.
-    pub(super) fn mount(&self, pools: &[InCluster]) -> Result<Vec<Stored>, ExperimentError> {
+    /// Mounts all pools, each once for each of so many clients.
+    pub(super) fn mount(
+        &self,
+        pools: &[InCluster],
+        clients: u32,
+    ) -> Result<Vec<Stored>, ExperimentError> {
         let program = self.pool_program();
         let mut stored = Vec::new();
         for (cluster, pool) in pools {
             let daemons = pool.osds();
             for (redundancy, access) in pool.accesses() {
-                let mount = Mount::new(&program, access)?;
-                let (directory, process) = (mount.directory().to_owned(), mount.process());
-                let served = ServedDirectory { directory, process, daemons: daemons.clone() };
-                let channel = mount.channel().to_owned();
+                let mounts = (0..clients).map(|_| Mount::new(&program, access));
+                let mounts = mounts.collect::<Result<Vec<_>, _>>()?;
                 let (cluster, redundancy, access) = (*cluster, *redundancy, access.clone());
-                stored.push(Stored { cluster, redundancy, access, served, channel, _mount: mount });
+                let daemons = daemons.clone();
+                stored.push(Stored { cluster, redundancy, access, daemons, mounts });
             }
         }
         Ok(stored)
@@ -231,7 +244,8 @@ mod tests {
             .collect();
         assert_eq!(points, [["c3-crc", "c3-secure", "c3-osd"]]);
         // As few clients, and as few requests, as a small machine stands.
-        assert_eq!((sections[0].disks, sections[0].workloads[0].depth), (2, 16));
+        assert_eq!((sections[0].clients, sections[0].disks), (2, 1));
+        assert_eq!(sections[0].workloads[0].depth, 16);
         let secure = place(&definition, &sections[1]);
         assert_eq!(secure.axes.get(CLUSTERS), Some(&AxisValue::from("secure")));
         assert_eq!(secure.axes.get(REDUNDANCY), Some(&AxisValue::from("raid1")));

@@ -79,7 +79,8 @@ fn use_of(definition: &Definition, full: bool, cluster: Option<Setup>) -> Use {
 
 /// What OSDs store of a section's disks that are only filled.
 fn stored(section: &Section, extent: Extent) -> u64 {
-    let size = extent.size_mib.saturating_mul(u64::from(section.disks)).saturating_mul(1 << 20);
+    let disks = u64::from(section.clients) * u64::from(section.disks);
+    let size = extent.size_mib.saturating_mul(disks).saturating_mul(1 << 20);
     let made = section.systems.len() as u64 * u64::from(section.places.max(1));
     own_pool::stored(section.redundancy, size.saturating_add(HEADERS).saturating_mul(made))
 }
@@ -114,7 +115,7 @@ mod tests {
         let disks = (15 * 64 + 4 * 64) * MIB;
         assert_eq!(use_of(&v5, false, None), Use::Filled(disks * 2 * 2));
         let c3 = reads(include_str!("../../../../bench/experiments/c3.toml"));
-        // Of each cluster its own point: two disks of 256 MiB, two systems, three copies.
+        // Of each cluster its own point: two clients with a disk of 256 MiB, two systems, three copies.
         let of_one = (2 * 256 + 64) * MIB * 2 * 3;
         assert_eq!(use_of(&c3, false, Some(Setup::Osd)), Use::Filled(of_one));
         assert_eq!(use_of(&c3, false, Some(Setup::OsdSecure)), Use::Filled(0));

@@ -242,7 +242,7 @@ pub(super) mod tests {
     }
 
     fn place(directory: &Path) -> Place {
-        Place { directory: directory.to_owned(), storage: None, size: 64 * MIB }
+        Place { directory: directory.to_owned(), storage: None, channel: None, size: 64 * MIB }
     }
 
     #[test]

@@ -76,6 +76,8 @@ pub struct Place {
     pub directory: PathBuf,
     /// The directory of the file that the disk is in, where it is another one: storage that has no sockets.
     pub storage: Option<PathBuf>,
+    /// The socket of what serves that storage, to get to the file without the file system.
+    pub channel: Option<PathBuf>,
     /// The size of the disk, in bytes; of several disks, their total size.
     pub size: u64,
 }

@@ -109,7 +109,12 @@ mod tests {
     fn the_disk_begins_where_that_of_a_filter_does_and_its_key_is_named_by_its_file() {
         let program = Program { path: "librbd-in-filter".into(), advice: "" };
         let system = OneProcess { image: librbd(ONE_PROCESS), program };
-        let place = Place { directory: "/x".into(), storage: Some("/pool".into()), size: 1 << 20 };
+        let place = Place {
+            directory: "/x".into(),
+            storage: Some("/pool".into()),
+            channel: None,
+            size: 1 << 20,
+        };
         let text = serde_json::to_string(&system.disk(&place, Some(3))).unwrap();
         let read: OneProcessDisk = serde_json::from_str(&text).unwrap();
         assert_eq!((read.offset, read.size, read.core), (DATA_OFFSET, 1 << 20, Some(3)));

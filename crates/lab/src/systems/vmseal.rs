@@ -40,8 +40,6 @@ pub struct Vmseal {
     pub named_by_disks: bool,
     /// Whether its disks are files of a mounted pool and nothing else; its name says so.
     pub by_files: bool,
-    /// The socket of what serves the pool that its disks are in, to get to them without FUSE.
-    pub channel: Option<PathBuf>,
     /// qemu-img, where the disk has a snapshot: what is written goes to an image above the one that it keeps.
     pub snapshot: Option<Program>,
     /// What is done with it while it is measured.
@@ -93,7 +91,7 @@ impl Vmseal {
         let file = Handle::Path(place.disk());
         if self.snapshot.is_none() {
             let (direct, keeps_room) = (self.direct, false);
-            let channel = self.channel.clone().filter(|_| !self.by_files).map(Handle::Path);
+            let channel = place.channel.clone().filter(|_| !self.by_files).map(Handle::Path);
             return BackendSpec::File { file, offset, direct, keeps_room, channel };
         }
         let kept = Handle::Path(kept_path(place));
@@ -156,6 +154,7 @@ impl System for Vmseal {
         let disk = |i: usize| Place {
             directory: place.directory.join(i.to_string()),
             storage: place.storage.as_ref().map(|storage| storage.join(i.to_string())),
+            channel: place.channel.clone(),
             size,
         };
         (0..self.disks).map(disk).collect()
@@ -230,25 +229,31 @@ mod tests {
             disks: 1,
             named_by_disks: false,
             by_files: false,
-            channel: Some("/run/pool.sock".into()),
             snapshot: None,
             beside: None,
             delay_us: 0,
         };
         let by_files = Vmseal { by_files: true, ..of_pool.clone() };
-        let elsewhere = Vmseal { channel: None, ..of_pool.clone() };
-        let place = Place { directory: "/x".into(), storage: Some("/pool".into()), size: 1 << 20 };
-        for (system, id, socket) in [
-            (&of_pool, "vmseal-encrypted", Some(Handle::Path("/run/pool.sock".into()))),
-            (&by_files, "vmseal-encrypted-files", None),
-            (&elsewhere, "vmseal-encrypted", None),
+        let place = Place {
+            directory: "/x".into(),
+            storage: Some("/pool".into()),
+            channel: Some("/run/pool.sock".into()),
+            size: 1 << 20,
+        };
+        let elsewhere = Place { channel: None, ..place.clone() };
+        for (system, place, id, socket) in [
+            (&of_pool, &place, "vmseal-encrypted", Some(Handle::Path("/run/pool.sock".into()))),
+            (&by_files, &place, "vmseal-encrypted-files", None),
+            (&of_pool, &elsewhere, "vmseal-encrypted", None),
         ] {
-            let BackendSpec::File { channel, file, .. } = system.backend(&place, 0) else {
+            let BackendSpec::File { channel, file, .. } = system.backend(place, 0) else {
                 panic!("{id} has no file")
             };
             assert_eq!((system.id(), channel), (id, socket));
             assert_eq!(file, Handle::Path("/pool/disk".into()));
         }
+        let several = Vmseal { disks: 2, ..of_pool.clone() };
+        assert!(several.places(&place).iter().all(|disk| disk.channel == place.channel));
         let snapshot = Vmseal { snapshot: Some(program), ..of_pool };
         assert!(matches!(snapshot.backend(&place, 0), BackendSpec::Qcow2 { .. }));
     }
