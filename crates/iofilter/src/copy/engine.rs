@@ -433,7 +433,7 @@ impl<'a, T: Sink> Writing<'a, T> {
         }
     }
 
-    /// Gives the reader the buffers of complete pieces, or one of them where it is to have no more. It has all others, or they are in flight.
+    /// Gives the reader the buffers of complete pieces. Where the work rests it has one at most; else it has all that are not in flight.
     fn give_back(&mut self, free: &SyncSender<Buffer>) {
         let most = if self.pace.rests() { 1 } else { DEPTH };
         while DEPTH - self.free.len() < most

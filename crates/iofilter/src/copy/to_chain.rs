@@ -3,7 +3,7 @@
 //! ```text
 //!  begun: its runs are submitted and encrypted ──> in flight: the requests use its memory ──> complete: all of them have ended
 //! ```
-//! A piece stays here while it is in flight, whatever fails. Where buffers or requests of the chain run out, runs wait for those before them.
+//! A piece stays here while it is in flight, whatever fails. Where buffers or requests of the chain run out, runs wait for others to end.
 
 use std::collections::VecDeque;
 use std::ops::DerefMut;
