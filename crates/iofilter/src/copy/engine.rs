@@ -3,27 +3,36 @@
 //! ```text
 //!  thread    source ── walk: the next part ── data: read into a free buffer ──> queue of pieces
 //!                                                      ^                           │
-//!                                                      └──── free again ───────────┤
+//!                                                      └──── complete ─────────────┤
 //!  caller    sink <── data, zeroes, or nothing of a piece <── pace, stop <─────────┘
 //!              └── flushed ──> checkpoint
+//!
+//!  a piece of data    begun ──> in flight, while the next one is encrypted ──> complete: it counts, and its buffer is free
 //! ```
 //! What is not there and what is zero is not read. What is read is written as runs of data and of zeroes. The source reads ahead of
 //! the sink, as far as there are buffers; the sink gets everything in order. The pace is kept at the sink, so that a copy that is
 //! held back ends at once when the sink fails or a stop is asked for. What is told as durable was flushed before.
 //!
-//! Where the work rests beside a guest, one buffer goes round instead of all: what is read ahead would be read in the rests.
+//! A sink that is a chain has pieces in flight: storage writes one while the next one is encrypted. Nothing is in flight while a range is
+//! made zero or passed, while the sink is flushed, while the copy sleeps for its pace or for its source, and when it ends, with an error,
+//! too.
+//!
+//! Where the work rests beside a guest, one buffer goes round instead of all: what is read ahead would be read in the rests. Nothing is
+//! in flight in these, either.
 //!
 //! Where source and sink are one file, or a part is too short for a thread, the same is done piece by piece
 //! ([`Engine::in_turn`]).
 
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use vmseal_api::filter::CRYPT_SECTOR;
 
+use crate::copy::filled::{Buffer, Filled, PAGE};
 use crate::disk::pacing::Paced;
 use crate::stack::stop::Stop;
 use crate::storage::extent::{Own, OwnExtent};
@@ -37,15 +46,16 @@ pub const UNIT: u64 = CRYPT_SECTOR as u64;
 /// The longest part that is taken at once without being read, in bytes, so that a stop is noticed soon.
 const UNREAD_MAX: u64 = 256 * 1024 * 1024;
 
-/// The buffers: one that is read into, one that is written, and one that waits for each.
-const DEPTH: usize = 4;
+/// The buffers: one that is read into, one that waits, and those in flight.
+const DEPTH: usize = 2 + IN_FLIGHT;
+
+/// The most pieces that a sink has in flight: one that storage writes, and one that is encrypted and handed over meanwhile. With more,
+/// nothing more is done at once, as one thread encrypts.
+const IN_FLIGHT: usize = 2;
 
 /// How much is written between two flushes where the work rests, in bytes: the rests are as long as what was done before, and to
 /// fill the page cache is not all that storage does for it.
 const FLUSHED_BESIDE_GUEST: u64 = 16 << 20;
-
-/// The alignment of a buffer: what any device takes without a copy.
-const PAGE: usize = 4096;
 
 /// The stack size of the thread that reads: that of a disk's thread, as an image's reader needs it.
 const STACK: usize = 512 * 1024;
@@ -72,7 +82,8 @@ pub trait Source {
     fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), Self::Error>;
 }
 
-/// Where it is copied to. It gets all parts of the range, each once, from the beginning to the end.
+/// Where it is copied to. It gets all parts of the range, each once, from the beginning to the end. Nothing that was begun is in flight
+/// while it is asked for anything else.
 pub trait Sink {
     /// Why it cannot be written.
     type Error;
@@ -103,6 +114,23 @@ pub trait Sink {
     /// It cannot be written.
     fn piece(&mut self, bytes: &mut [u8], at: u64) -> Result<(), Self::Error> {
         by_runs(self, bytes, at)
+    }
+
+    /// Begins to take what was read. It comes back if it is complete, and all before it is. Otherwise it is in flight: the sink keeps it
+    /// until [`Sink::finish`], also when it is dropped before that.
+    ///
+    /// # Errors
+    /// It cannot be written. It is not in flight then; those before it may be.
+    fn begin(&mut self, piece: Filled) -> Result<Option<Filled>, Self::Error> {
+        at_once(self, piece)
+    }
+
+    /// Waits until the first of the pieces in flight is complete, and gives it back; none where none is in flight.
+    ///
+    /// # Errors
+    /// It could not be written. It is not in flight any more; those behind it may be.
+    fn finish(&mut self) -> Result<Option<Filled>, Self::Error> {
+        Ok(None)
     }
 
     /// Makes durable what it was given.
@@ -251,31 +279,8 @@ struct Piece {
     buffer: Buffer,
 }
 
-/// Memory for a piece.
-struct Buffer {
-    bytes: Vec<u8>,
-    start: usize,
-}
-
-impl Buffer {
-    fn new(length: usize) -> Self {
-        let bytes = vec![0; length + PAGE];
-        let start = bytes.as_ptr().align_offset(PAGE).min(PAGE);
-        Self { bytes, start }
-    }
-
-    fn first(&mut self, length: usize) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + length]
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // It may have been in the clear.
-        self.bytes.fill(0);
-        std::hint::black_box(&self.bytes);
-    }
-}
+/// What was read, or where and why it could not be.
+type Read<E> = Result<Piece, (u64, E)>;
 
 /// The way through the source.
 struct Walk<'a, S> {
@@ -334,7 +339,7 @@ impl<'a, S: Source> Walk<'a, S> {
 fn read_ahead<S: Source>(
     walk: &mut Walk<'_, S>,
     buffers: &Receiver<Buffer>,
-    filled: &SyncSender<Result<Piece, (u64, S::Error)>>,
+    filled: &SyncSender<Read<S::Error>>,
 ) {
     for buffer in buffers {
         let Some(next) = walk.next(buffer).transpose() else { return };
@@ -354,9 +359,15 @@ struct Writing<'a, T> {
     flushes: Option<Flushes>,
     progress: Progress,
     end: u64,
-    /// Bytes of data since the last flush, and when that was.
+    /// Bytes of data that the sink got since the last flush, and when that was.
     written: u64,
     flushed: Instant,
+    /// The pieces that the sink has in flight, in order.
+    in_flight: VecDeque<Range<u64>>,
+    /// How many of them there may be when the next one is taken.
+    in_flight_max: usize,
+    /// The buffers of complete pieces.
+    free: Vec<Buffer>,
 }
 
 impl<'a, T: Sink> Writing<'a, T> {
@@ -365,67 +376,96 @@ impl<'a, T: Sink> Writing<'a, T> {
         let progress = Progress { done: range.start, durable: range.start };
         report(progress);
         let (written, flushed, end) = (0, Instant::now(), range.end);
-        Self { sink, report, pace, stop, flushes, progress, end, written, flushed }
+        let (in_flight, in_flight_max) = (VecDeque::with_capacity(IN_FLIGHT), 0);
+        let free = Vec::with_capacity(DEPTH);
+        Self {
+            sink,
+            report,
+            pace,
+            stop,
+            flushes,
+            progress,
+            end,
+            written,
+            flushed,
+            in_flight,
+            in_flight_max,
+            free,
+        }
     }
 
     /// Takes what another thread reads, and gives the buffers back. Both channels are closed at the end, after an error, too: the
     /// reader sees that, and ends.
     fn take_all<E>(
         &mut self,
-        pieces: Receiver<Result<Piece, (u64, E)>>,
+        pieces: Receiver<Read<E>>,
         free: SyncSender<Buffer>,
     ) -> Result<(), CopyError<E, T::Error>> {
-        // Buffers that are not given to the reader, and how many are.
-        let (mut kept, mut given) = (Vec::with_capacity(DEPTH), DEPTH);
-        for piece in pieces {
-            let mut piece = match piece {
-                Ok(piece) => piece,
-                Err((at, error)) => return Err(CopyError::Source { at, error }),
-            };
-            self.take::<E>(&mut piece)?;
-            kept.push(piece.buffer);
-            given -= 1;
-            let most = if self.pace.rests() { 1 } else { DEPTH };
-            while given < most
-                && let Some(buffer) = kept.pop()
-            {
-                // The reader may have come to its end.
-                let _ = free.send(buffer);
-                given += 1;
+        self.in_flight_max = IN_FLIGHT - 1;
+        while let Some(piece) = self.next_piece(&pieces, &free)? {
+            match piece {
+                Ok(piece) => self.take::<E>(piece)?,
+                Err((at, error)) => {
+                    self.settle::<E>()?;
+                    return Err(CopyError::Source { at, error });
+                }
+            }
+            self.give_back(&free);
+        }
+        self.settle::<E>()
+    }
+
+    /// What the reader has next; none at the end.
+    fn next_piece<E>(
+        &mut self,
+        pieces: &Receiver<Read<E>>,
+        free: &SyncSender<Buffer>,
+    ) -> Result<Option<Read<E>>, CopyError<E, T::Error>> {
+        match pieces.try_recv() {
+            Ok(piece) => Ok(Some(piece)),
+            Err(TryRecvError::Disconnected) => Ok(None),
+            Err(TryRecvError::Empty) => {
+                // There is nothing to encrypt meanwhile, and the reader may wait for a buffer.
+                self.settle::<E>()?;
+                self.give_back(free);
+                Ok(pieces.recv().ok())
             }
         }
-        Ok(())
+    }
+
+    /// Gives the reader the buffers of complete pieces. Where the work rests it has one at most; else it has all that are not in flight.
+    fn give_back(&mut self, free: &SyncSender<Buffer>) {
+        let most = if self.pace.rests() { 1 } else { DEPTH };
+        while DEPTH - self.free.len() < most
+            && let Some(buffer) = self.free.pop()
+        {
+            // The reader may have come to its end.
+            let _ = free.send(buffer);
+        }
     }
 
     fn one_by_one<S: Source>(&mut self, walk: &mut Walk<'_, S>) -> Copied<S, T> {
         let mut buffer = Buffer::new(walk.most);
         loop {
-            let mut piece = match walk.next(buffer) {
+            let piece = match walk.next(buffer) {
                 Ok(Some(piece)) => piece,
                 Ok(None) => return Ok(()),
                 Err((at, error)) => return Err(CopyError::Source { at, error }),
             };
-            self.take::<S::Error>(&mut piece)?;
-            buffer = piece.buffer;
+            self.take::<S::Error>(piece)?;
+            buffer = self.free.pop().unwrap_or_else(|| Buffer::new(walk.most));
         }
     }
 
-    fn take<E>(&mut self, piece: &mut Piece) -> Result<(), CopyError<E, T::Error>> {
-        let (at, length) = (piece.at, piece.end - piece.at);
+    fn take<E>(&mut self, piece: Piece) -> Result<(), CopyError<E, T::Error>> {
+        let length = piece.end - piece.at;
         let data = if piece.content == Own::Data { length } else { 0 };
-        if !self.pace.wait(data, self.stop) {
-            return Err(CopyError::Stopped);
-        }
-        let taken = match piece.content {
-            Own::Data => self.sink.piece(piece.buffer.first(length as usize), at),
-            Own::Zeroes => self.sink.zero(at, length),
-            Own::Nothing => self.sink.leave(at, length),
-        };
-        if let Err(error) = taken {
-            return Err(CopyError::Sink { at, error });
+        self.wait::<E>(data)?;
+        match piece.content {
+            Own::Data => self.begin::<E>(piece)?,
+            Own::Zeroes | Own::Nothing => self.pass::<E>(piece)?,
         }
         self.written += data;
-        self.progress.done = piece.end;
         let is_due = self.flushes.is_some_and(|flushes| {
             self.written >= flushes.bytes || self.flushed.elapsed() >= flushes.every
         });
@@ -436,8 +476,82 @@ impl<'a, T: Sink> Writing<'a, T> {
         Ok(())
     }
 
+    /// Waits until so many bytes may be written. What is in flight ends before the copy sleeps or is stopped.
+    fn wait<E>(&mut self, bytes: u64) -> Result<(), CopyError<E, T::Error>> {
+        if !self.stop.asked() && self.pace.goes_at_once(bytes) {
+            return Ok(());
+        }
+        self.settle::<E>()?;
+        if self.pace.wait(bytes, self.stop) { Ok(()) } else { Err(CopyError::Stopped) }
+    }
+
+    /// Has the sink begin with data, and waits until no more is in flight than may be.
+    fn begin<E>(&mut self, piece: Piece) -> Result<(), CopyError<E, T::Error>> {
+        let Piece { at, end, buffer, .. } = piece;
+        match self.sink.begin(Filled::new(buffer, at, (end - at) as usize)) {
+            Ok(None) => self.in_flight.push_back(at..end),
+            Ok(Some(complete)) => {
+                debug_assert!(self.in_flight.is_empty(), "a piece overtakes another one");
+                self.free.push(complete.into_buffer());
+                self.progress.done = end;
+            }
+            Err(error) => {
+                self.settle::<E>()?;
+                return Err(CopyError::Sink { at, error });
+            }
+        }
+        let most = if self.pace.rests() { 0 } else { self.in_flight_max };
+        while self.in_flight.len() > most {
+            self.finish_first::<E>()?;
+        }
+        Ok(())
+    }
+
+    /// Has the sink make zero, or pass, what is not data.
+    fn pass<E>(&mut self, piece: Piece) -> Result<(), CopyError<E, T::Error>> {
+        self.settle::<E>()?;
+        let Piece { content, at, end, buffer } = piece;
+        let passed = match content == Own::Zeroes {
+            true => self.sink.zero(at, end - at),
+            false => self.sink.leave(at, end - at),
+        };
+        passed.map_err(|error| CopyError::Sink { at, error })?;
+        self.free.push(buffer);
+        self.progress.done = end;
+        Ok(())
+    }
+
+    /// Waits until nothing is in flight. Nothing is, after an error, too.
+    fn settle<E>(&mut self) -> Result<(), CopyError<E, T::Error>> {
+        while !self.in_flight.is_empty() {
+            self.finish_first::<E>()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the first piece in flight is complete. After an error nothing is in flight.
+    fn finish_first<E>(&mut self) -> Result<(), CopyError<E, T::Error>> {
+        let Some(piece) = self.in_flight.pop_front() else { return Ok(()) };
+        match self.sink.finish() {
+            Ok(complete) => {
+                self.free.extend(complete.map(Filled::into_buffer));
+                self.progress.done = piece.end;
+                (self.report)(self.progress);
+                Ok(())
+            }
+            Err(error) => {
+                // Those behind it end as well, and do not count.
+                while self.in_flight.pop_front().is_some() {
+                    let _ = self.sink.finish();
+                }
+                Err(CopyError::Sink { at: piece.start, error })
+            }
+        }
+    }
+
     /// Makes durable what the sink has, and only then says so.
     fn flush<E>(&mut self) -> Result<(), CopyError<E, T::Error>> {
+        self.settle::<E>()?;
         let at = self.progress.done;
         if let Err(error) = self.sink.flush() {
             return Err(CopyError::Sink { at, error });
@@ -453,6 +567,19 @@ impl<'a, T: Sink> Writing<'a, T> {
         (self.report)(self.progress);
         Ok(())
     }
+}
+
+/// Has a sink take a piece that is complete then.
+///
+/// # Errors
+/// The sink's.
+pub fn at_once<T: Sink + ?Sized>(
+    sink: &mut T,
+    mut piece: Filled,
+) -> Result<Option<Filled>, T::Error> {
+    let at = piece.at();
+    sink.piece(piece.bytes_mut(), at)?;
+    Ok(Some(piece))
 }
 
 /// Gives a sink the runs of zeroes and of data in `bytes`.

@@ -18,8 +18,10 @@ use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder};
 use vmseal_api::filter::{Direct, DiskActivity, Holes};
 
-use crate::copy::engine::{Engine, PIECE, Progress, Sink, Source, UNIT, by_runs};
+use crate::copy::engine::{Engine, PIECE, Progress, Sink, Source, UNIT, at_once, by_runs};
+use crate::copy::filled::Filled;
 use crate::copy::sums::{self, Content, Sums, Unchanged};
+use crate::copy::to_chain::{ToChain, Zeroes};
 use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::disk::{Disk, DiskStorage, Encryption};
@@ -71,9 +73,9 @@ pub enum Target {
     /// Nothing is written.
     Nothing,
     /// A LUKS2 volume.
-    Luks2(Box<Chain>),
+    Luks2(ToChain<Box<Chain>>),
     /// A disk as vmseal keeps it, which reads as zeroes.
-    Disk(Box<Chain>),
+    Disk(ToChain<Box<Chain>>),
 }
 
 impl Target {
@@ -116,7 +118,7 @@ impl Target {
         let file = FileDisk::open(file.into(), offset, size, Direct::Auto, false)?;
         let encryption = Encryption { key, holes: Holes::Ciphertext };
         let disk = Disk::new(size, false, Some(encryption), DiskStorage::File(file), 2);
-        Ok(Self::Luks2(Box::new(disk.chain()?)))
+        Ok(Self::Luks2(ToChain::new(Box::new(disk.chain()?), Zeroes::Write)))
     }
 
     /// A disk of `size` bytes as vmseal keeps it, whose first byte is at `offset`.
@@ -136,7 +138,7 @@ impl Target {
         }
         let encryption = key.map(|key| Encryption { key, holes: Holes::Zero });
         let disk = Disk::new(size, false, encryption, DiskStorage::File(file), 2);
-        Ok(Self::Disk(Box::new(disk.chain()?)))
+        Ok(Self::Disk(ToChain::new(Box::new(disk.chain()?), Zeroes::Skip)))
     }
 
     /// Whether parts that are not written read as zeroes.
@@ -154,8 +156,7 @@ impl Sink for Target {
             Self::Qcow2(image) | Self::Overlay(image) => Ok(image.write(&*bytes, at)?),
             Self::Nothing => Ok(()),
             Self::Luks2(chain) | Self::Disk(chain) => {
-                blocking::move_bytes(chain, Operation::Write, bytes, at)
-                    .map_err(ExportError::Volume)
+                chain.write(bytes, at).map_err(ExportError::Volume)
             }
         }
     }
@@ -173,6 +174,24 @@ impl Sink for Target {
         if self.has_holes() { by_runs(self, bytes, at) } else { self.write(bytes, at) }
     }
 
+    fn begin(&mut self, piece: Filled) -> Result<Option<Filled>, ExportError> {
+        match self {
+            Self::Luks2(chain) | Self::Disk(chain) => {
+                chain.begin(piece).map_err(ExportError::Volume)
+            }
+            Self::Raw(_) | Self::Qcow2(_) | Self::Overlay(_) | Self::Nothing => {
+                at_once(self, piece)
+            }
+        }
+    }
+
+    fn finish(&mut self) -> Result<Option<Filled>, ExportError> {
+        match self {
+            Self::Luks2(chain) | Self::Disk(chain) => chain.finish().map_err(ExportError::Volume),
+            Self::Raw(_) | Self::Qcow2(_) | Self::Overlay(_) | Self::Nothing => Ok(None),
+        }
+    }
+
     fn flush(&mut self) -> Result<(), ExportError> {
         match self {
             Self::Raw(file) => Ok(file.sync_all()?),
@@ -181,9 +200,7 @@ impl Sink for Target {
                 image.flush()?;
                 Ok(image.sync()?)
             }
-            Self::Luks2(chain) | Self::Disk(chain) => {
-                blocking::flush(chain).map_err(ExportError::Volume)
-            }
+            Self::Luks2(chain) | Self::Disk(chain) => chain.flush().map_err(ExportError::Volume),
         }
     }
 }

@@ -12,7 +12,7 @@ use vmseal_api::filter::DiskActivity;
 
 use crate::copy::engine::{self, Engine, Flushes, UNIT};
 use crate::copy::source::{Source, SourceError};
-use crate::copy::to_chain::ToChain;
+use crate::copy::to_chain::{ToChain, Zeroes};
 use crate::disk::status::DiskState;
 use crate::stack::chain::Chain;
 use crate::stack::request::IoError;
@@ -76,8 +76,8 @@ pub fn run(
     if from > total || !from.is_multiple_of(UNIT) {
         return Err(ImportError::From { from, image: total });
     }
-    let (mut image, mut disk) = (Image(source), ToChain(chain));
-    let range = from..disk.0.size();
+    let range = from..chain.size();
+    let (mut image, mut disk) = (Image(source), ToChain::new(chain, Zeroes::Unmap));
     let flushes = Some(Flushes { bytes: FLUSH_BYTES, every: FLUSH_EVERY });
     let engine = Engine { range, pace: &mut state.paced(), stop, flushes };
     let imported = engine.run(&mut image, &mut disk, &mut |progress| {

@@ -16,7 +16,7 @@ use std::io;
 use vmseal_api::filter::DiskActivity;
 
 use crate::copy::engine::{Engine, Source};
-use crate::copy::to_chain::ToChain;
+use crate::copy::to_chain::{ToChain, Zeroes};
 use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
@@ -84,8 +84,8 @@ impl Merge {
         stop: &Stop,
     ) -> Result<(), MergeError> {
         let total = layer.size();
-        let (mut own, mut target) =
-            (OwnParts { parts: &self.parts, layer }, ToChain(&mut self.target));
+        let mut own = OwnParts { parts: &self.parts, layer };
+        let mut target = ToChain::new(&mut self.target, Zeroes::Unmap);
         let engine = Engine { range: 0..total, pace: &mut state.paced(), stop, flushes: None };
         let merged = engine.run(&mut own, &mut target, &mut |progress| {
             state.set(DiskActivity::Merging { done: progress.done, total });

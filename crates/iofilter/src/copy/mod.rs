@@ -9,6 +9,7 @@
 
 pub mod engine;
 pub mod export;
+mod filled;
 pub mod import;
 pub mod in_place;
 pub mod merge;

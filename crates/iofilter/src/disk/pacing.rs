@@ -154,23 +154,36 @@ impl Paced {
     pub fn wait(&mut self, bytes: u64, stop: &Stop) -> bool {
         self.rest.piece_ends(Instant::now());
         while !stop.asked() {
-            let Some(pace) = &self.pace else { return true };
-            let Wanted { pace: wanted, rests } = pace.get();
-            let now = Instant::now();
-            // What a rate makes it wait is a rest as well.
-            let wait =
-                self.bucket.wait(wanted.bytes_per_second, now).max(self.rest.left(rests, now));
-            match wanted.paused {
-                true => pace.sleep(stop, None),
-                false if wait.is_zero() => {
-                    self.bucket.take(bytes);
-                    self.rest.piece_begins(now);
-                    return true;
-                }
-                false => pace.sleep(stop, Some(wait)),
+            match self.held_back(bytes) {
+                Some((pace, longest)) => pace.sleep(stop, longest),
+                None => return true,
             }
         }
         false
+    }
+
+    /// The same where that need not sleep: true. False when it must, and then [`Self::wait`] has to follow.
+    pub fn goes_at_once(&mut self, bytes: u64) -> bool {
+        self.rest.piece_ends(Instant::now());
+        self.held_back(bytes).is_none()
+    }
+
+    /// Begins a piece of so many bytes: none. Otherwise what holds it back, and for how long at the longest.
+    fn held_back(&mut self, bytes: u64) -> Option<(&WorkPace, Option<Duration>)> {
+        let pace = self.pace.as_deref()?;
+        let Wanted { pace: wanted, rests } = pace.get();
+        let now = Instant::now();
+        // What a rate makes it wait is a rest as well.
+        let wait = self.bucket.wait(wanted.bytes_per_second, now).max(self.rest.left(rests, now));
+        if wanted.paused {
+            return Some((pace, None));
+        }
+        if !wait.is_zero() {
+            return Some((pace, Some(wait)));
+        }
+        self.bucket.take(bytes);
+        self.rest.piece_begins(now);
+        None
     }
 }
 
@@ -222,6 +235,24 @@ mod tests {
             pace.set(CopyPace::default());
             assert!(waits.join().unwrap());
         });
+    }
+
+    #[test]
+    fn work_goes_at_once_only_where_it_need_not_sleep() {
+        let (pace, stop) = (Arc::new(WorkPace::new().unwrap()), Stop::new().unwrap());
+        assert!(Paced::new(None).goes_at_once(MIB));
+        let mut paced = Paced::new(Some(Arc::clone(&pace)));
+        assert!(paced.goes_at_once(MIB));
+        pace.set(CopyPace { paused: true, bytes_per_second: None });
+        assert!(!paced.goes_at_once(MIB), "it is paused");
+        // A day for each piece.
+        pace.set(CopyPace { paused: false, bytes_per_second: Some(MIB) });
+        assert!(paced.goes_at_once(MIB * 86_400));
+        assert!(!paced.goes_at_once(MIB), "the rate has to make up for the piece before");
+        pace.set(CopyPace::default());
+        assert!(paced.wait(MIB, &stop));
+        pace.set_rests(true);
+        assert!(!rests_long(&pace).goes_at_once(MIB), "it rests");
     }
 
     #[test]

@@ -28,14 +28,34 @@ fn drain_by(
     chain: &mut Chain,
     sleep: impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
 ) -> Result<(), IoError> {
-    let (mut result, mut failed) = (Ok(()), false);
-    loop {
-        chain.poll();
+    let mut result = Ok(());
+    let has_drained = |chain: &mut Chain| {
         while let Some(done) = chain.next_done() {
             result = result.and(done.result);
         }
-        if chain.is_idle() {
-            return result;
+        chain.is_idle()
+    };
+    wait_by(chain, has_drained, sleep);
+    result
+}
+
+/// Waits until `has_come` says that what the caller waits for has come. It fetches what is done ([`Chain::next_done`]), and says yes at
+/// the latest when nothing is in flight.
+pub fn wait_until(chain: &mut Chain, has_come: impl FnMut(&mut Chain) -> bool) {
+    wait_by(chain, has_come, ppoll);
+}
+
+/// As [`wait_until`], with `sleep` as the system call.
+fn wait_by(
+    chain: &mut Chain,
+    mut has_come: impl FnMut(&mut Chain) -> bool,
+    sleep: impl Fn(&mut [PollFd<'_>], Option<TimeSpec>, Option<SigSet>) -> Result<i32, Errno>,
+) {
+    let mut failed = false;
+    loop {
+        chain.poll();
+        if has_come(chain) {
+            return;
         }
         if let Err(error) = chain.wait_by([], None, &sleep)
             && error != Errno::EINTR

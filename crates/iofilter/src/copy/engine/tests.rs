@@ -9,6 +9,8 @@ use vmseal_api::pace::CopyPace;
 use super::*;
 use crate::disk::pacing::WorkPace;
 
+mod in_flight;
+
 const PIECE_BYTES: u64 = PIECE as u64;
 
 /// Data of ones, but for the units that are named.
@@ -34,7 +36,7 @@ impl Source for Ones {
     }
 
     fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), Self::Error> {
-        self.reads.fetch_add(1, Ordering::Relaxed);
+        self.reads.fetch_add(1, Ordering::Release);
         if self.fails_at.is_some_and(|place| (at..at + bytes.len() as u64).contains(&place)) {
             return Err("unreadable");
         }
@@ -229,16 +231,21 @@ fn a_stop_ends_a_copy_after_the_piece_under_way() {
 /// What nobody waits for longer.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Waits until so many pieces are read, or being read.
+fn wait_for_reads(reads: &AtomicUsize, count: usize) {
+    let until = Instant::now() + TIMEOUT;
+    while reads.load(Ordering::Acquire) < count {
+        assert!(Instant::now() < until, "nothing is read ahead");
+        thread::yield_now();
+    }
+}
+
 #[test]
 fn the_source_is_read_while_the_sink_is_written_and_not_without_end() {
     let reads = Arc::new(AtomicUsize::new(0));
     let mut source = Ones { reads: Arc::clone(&reads), ..Ones::default() };
     let first = || {
-        let until = Instant::now() + TIMEOUT;
-        while reads.load(Ordering::Relaxed) < DEPTH {
-            assert!(Instant::now() < until, "nothing is read ahead");
-            thread::yield_now();
-        }
+        wait_for_reads(&reads, DEPTH);
         thread::sleep(Duration::from_millis(50));
         assert_eq!(reads.load(Ordering::Relaxed), DEPTH, "more is read than has buffers");
     };
