@@ -25,10 +25,12 @@ struct Stored {
     at_flush: Option<usize>,
 }
 
-/// Takes what a request has in its memory when it ends it: after some passes, in any order.
+/// Takes what a request has in its memory when it ends it: after some passes, in any order. Each second pass ends nothing, so that the
+/// chain, which goes on as long as something ends, does not wait for all of them.
 struct Late {
     stored: Arc<Mutex<Stored>>,
     random: fastrand::Rng,
+    ends: bool,
     /// With the passes that each has left.
     waiting: Vec<(RequestId, u32)>,
     /// A write to this place fails.
@@ -62,11 +64,15 @@ impl Storage for Late {
             stored.at_flush = Some(stored.waiting);
         }
         stored.waiting += 1;
-        // Not in the pass in which it comes.
+        // Not in the first pass that ends any.
         self.waiting.push((id, self.random.u32(2..8)));
     }
 
     fn poll(&mut self, io: &mut Io<'_>) {
+        self.ends = !self.ends;
+        if !self.ends {
+            return;
+        }
         self.waiting.iter_mut().for_each(|(_, passes)| *passes -= 1);
         let ended = self.waiting.extract_if(.., |(_, passes)| *passes == 0).collect::<Vec<_>>();
         for (id, _) in ended {
@@ -100,7 +106,7 @@ fn late(
     let stored = Stored { bytes: vec![before; size], waiting: 0, at_flush: None };
     let stored = Arc::new(Mutex::new(stored));
     let (random, waiting) = (fastrand::Rng::with_seed(seed), Vec::new());
-    let storage = Late { stored: Arc::clone(&stored), random, waiting, fails_at };
+    let storage = Late { stored: Arc::clone(&stored), random, ends: true, waiting, fails_at };
     (Chain::new(size as u64, false, filters, Box::new(storage)).unwrap(), stored)
 }
 
