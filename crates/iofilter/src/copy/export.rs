@@ -274,7 +274,7 @@ impl Source for Exported<'_> {
     }
 
     fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), ExportError> {
-        blocking::move_bytes(self.chain, Operation::Read, bytes, at)?;
+        blocking::read_in_parts(self.chain, bytes, at)?;
         self.state.counters(0).succeeded(Operation::Read, bytes.len() as u64);
         Ok(())
     }

@@ -21,7 +21,7 @@ use crate::disk::allocation::Allocation;
 use crate::disk::status::DiskState;
 use crate::stack::blocking;
 use crate::stack::chain::Chain;
-use crate::stack::request::{IoError, Operation};
+use crate::stack::request::IoError;
 use crate::stack::stop::Stop;
 use crate::storage::extent::{Own, OwnExtent};
 use crate::storage::own::LayerParts;
@@ -109,7 +109,7 @@ impl Source for OwnParts<'_> {
     }
 
     fn read(&mut self, bytes: &mut [u8], at: u64) -> Result<(), MergeError> {
-        blocking::move_bytes(self.layer, Operation::Read, bytes, at).map_err(MergeError::Read)
+        blocking::read_in_parts(self.layer, bytes, at).map_err(MergeError::Read)
     }
 }
 
@@ -128,6 +128,7 @@ mod tests {
 
     use super::*;
     use crate::disk::{Disk, DiskStorage, Encryption};
+    use crate::stack::request::Operation;
     use crate::storage::file::FileDisk;
     use crate::storage::qcow2::Qcow2Disk;
 

@@ -107,6 +107,29 @@ pub fn move_bytes(
     drain(chain)
 }
 
+/// How much one request of a large read takes, in bytes: the first is decrypted while storage reads the next. A device's own best is not
+/// much larger.
+const READ_PART: usize = 256 << 10;
+
+/// Reads into `bytes` from `at` on, by several requests at a time.
+///
+/// # Errors
+/// [`IoError`].
+pub fn read_in_parts(chain: &mut Chain, bytes: &mut [u8], at: u64) -> Result<(), IoError> {
+    let mut result = Ok(());
+    for (number, part) in bytes.chunks_mut(READ_PART).enumerate() {
+        let Some(id) = chain.begin() else {
+            result = Err(IoError::Overload);
+            break;
+        };
+        // SAFETY: the bytes stay borrowed until `drain` has seen all requests complete.
+        let segment = unsafe { Segment::new(part.as_mut_ptr(), part.len()) };
+        chain.data_mut(id).push(segment);
+        chain.submit(id, Operation::Read, at + (number * READ_PART) as u64, 0, 0);
+    }
+    drain(chain).and(result)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
