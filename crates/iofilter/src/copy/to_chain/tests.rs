@@ -128,16 +128,23 @@ fn in_turn(units: usize) -> Vec<bool> {
     (0..units).map(|unit| unit % 2 == 0).collect()
 }
 
+/// Has two pieces in flight, one behind the other; their bytes.
+fn begin_two(sink: &mut ToChain<&mut Chain>, units: &[bool]) -> [Vec<u8>; 2] {
+    let at = [0, units.len() as u64 * UNIT];
+    at.map(|at| {
+        let (piece, bytes) = piece(at, units);
+        assert!(sink.begin(piece).unwrap().is_none(), "storage has not ended anything");
+        bytes
+    })
+}
+
 #[test]
 fn a_piece_comes_back_when_all_its_requests_have_ended_and_in_order() {
     let units = in_turn(8);
     let length = 8 * UNIT as usize;
     let (mut chain, stored) = late(2 * length, BEFORE, 1, None, Vec::new());
     let mut sink = ToChain::new(&mut chain, Zeroes::Unmap);
-    let (one, first) = piece(0, &units);
-    let (other, second) = piece(length as u64, &units);
-    assert!(sink.begin(one).unwrap().is_none(), "storage has not ended anything");
-    assert!(sink.begin(other).unwrap().is_none());
+    let [first, second] = begin_two(&mut sink, &units);
     assert!(stored.lock().unwrap().waiting > 0);
     let back = sink.finish().unwrap().unwrap();
     assert_eq!((back.at(), back.bytes() == first), (0, true));
@@ -155,10 +162,7 @@ fn nothing_is_in_flight_when_the_sink_is_dropped() {
     let length = 8 * UNIT as usize;
     let (mut chain, stored) = late(2 * length, BEFORE, 2, None, Vec::new());
     let mut sink = ToChain::new(&mut chain, Zeroes::Unmap);
-    let (one, first) = piece(0, &units);
-    let (other, second) = piece(length as u64, &units);
-    assert!(sink.begin(one).unwrap().is_none());
-    assert!(sink.begin(other).unwrap().is_none());
+    let [first, second] = begin_two(&mut sink, &units);
     drop(sink);
     let stored = stored.lock().unwrap();
     assert_eq!((stored.waiting, chain.in_flight()), (0, 0));
@@ -207,10 +211,7 @@ fn a_piece_of_more_runs_than_a_chain_has_requests_waits_for_them() {
     let length = units.len() * UNIT as usize;
     let (mut chain, stored) = late(2 * length, BEFORE, 5, None, Vec::new());
     let mut sink = ToChain::new(&mut chain, Zeroes::Unmap);
-    let (one, first) = piece(0, &units);
-    let (other, second) = piece(length as u64, &units);
-    assert!(sink.begin(one).unwrap().is_none());
-    assert!(sink.begin(other).unwrap().is_none());
+    let [first, second] = begin_two(&mut sink, &units);
     assert!(sink.finish().unwrap().is_some());
     assert!(sink.finish().unwrap().is_some());
     assert!(stored.lock().unwrap().bytes == [first, second].concat());
@@ -227,10 +228,7 @@ fn pieces_that_need_more_buffers_to_be_encrypted_than_there_are_wait_for_them() 
     let filters: Vec<Box<dyn Filter>> = vec![Box::new(crypt)];
     let (mut chain, stored) = late(2 * length, 0, 6, None, filters);
     let mut sink = ToChain::new(&mut chain, Zeroes::Skip);
-    let (one, first) = piece(0, &units);
-    let (other, second) = piece(length as u64, &units);
-    assert!(sink.begin(one).unwrap().is_none());
-    assert!(sink.begin(other).unwrap().is_none());
+    let [first, second] = begin_two(&mut sink, &units);
     assert!(sink.finish().unwrap().is_some());
     assert!(sink.finish().unwrap().is_some());
     drop(sink);
