@@ -482,7 +482,7 @@ impl Rest {
             at.contains(moment)
         };
         let die = |here: &mut Installation, _: &Path| {
-            // QEMU may lose a guest that has not booted, or its firmware may wait for ever (docs/decisions/020, 093).
+            // A guest whose filter dies before it has booted may be lost by QEMU, or hang in its firmware (docs/decisions/020, 093).
             if operation == AtRest::RevertRunning {
                 here.console(VM).unwrap().next_count().unwrap();
             }
